@@ -800,6 +800,22 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn("explain", self.command("--help").stdout)
         self.assertEqual(self.command("nonsense").returncode, 2)
 
+    def test_another_package_with_this_one_among_its_arguments(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            package = Path(folder, "package")
+            package.mkdir()
+            (package / "__init__.py").write_text("import torch_overlay\n")
+            (package / "__main__.py").write_text("print(__import__('torch_overlay').status().enabled)\n")
+            path = os.pathsep.join([folder, str(form.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            for arguments in (["-m", "package", "torch_overlay"], ["-mpackage", "-mtorch_overlay"]):
+                result = subprocess.run(
+                    [sys.executable, *arguments],
+                    env={**os.environ, "PYTHONPATH": path},
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual((result.returncode, result.stdout), (0, "True\n"), result.stderr)
+
     def test_without_docstrings(self) -> None:
         command = [sys.executable, "-OO", "-m", "torch_overlay"]
         result = subprocess.run(command, cwd=form.ROOT, capture_output=True, text=True)

@@ -113,7 +113,10 @@ def __getattr__(name: str) -> Any:
 
 def _runs_as_command() -> bool:
     """True for `python -m torch_overlay`; then __main__ enables the overlay, and reports a failure in its own way."""
-    return sys.argv[:1] == ["-m"] and not {__name__, f"-m{__name__}"}.isdisjoint(sys.orig_argv)
+    if sys.argv[:1] != ["-m"]:
+        return False
+    module = sys.orig_argv[-len(sys.argv)]  # before the arguments, which may be any words
+    return module in (__name__, f"-m{__name__}")
 
 
 if late_import.is_importing(sys.modules.get("torch")):

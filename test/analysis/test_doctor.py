@@ -7,6 +7,7 @@ import dataclasses
 import html.parser
 import io
 import json
+import sys
 import tempfile
 import textwrap
 import time
@@ -19,7 +20,7 @@ import torch
 
 import form
 import torch_overlay
-from torch_overlay._cli import doctor
+from torch_overlay._cli import check, doctor, explain, timeline
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial
 from torch_overlay.analysis.doctor.diagnose import guards_us, logged
 from torch_overlay.analysis.doctor.remedies import as_text, switches
@@ -74,6 +75,28 @@ SCRIPT = """
 """
 
 
+PRINTS = """
+    import atexit
+    import subprocess
+
+    import torch
+
+    print("loaded")
+
+    def f(x):
+        return x.sin() * x.sum().item()
+
+    def example_inputs():
+        return torch.randn(8, device="cuda")
+
+    if __name__ == "__main__":
+        atexit.register(print, "the end")
+        torch.compile(f, mode="reduce-overhead")(example_inputs())
+        subprocess.run(["printf", r"\\377"])
+        print("no newline", end="")
+"""
+
+
 class CommandTests(unittest.TestCase):
     def setUp(self) -> None:
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -113,6 +136,11 @@ class TestCommand(CommandTests):
         self.assertEqual((status, found["share"], found["findings"]), (0, 1.0, []))
         self.assertEqual(found["first"], "First: nothing: all that can be in graphs is.")
 
+    def test_page_that_cannot_be_written_loses_nothing(self) -> None:
+        status, out, err = self.run_command(f"{self.model}:whole", "--json", "--html", f"{self.folder}/none/page.html")
+        self.assertEqual((status, json.loads(out)["share"]), (2, 1.0))
+        self.assertRegex(err, r"^doctor: no page: .*No such file.*none/page\.html'\n$")
+
     def test_script(self) -> None:
         status, out, _ = self.run_command(str(self.model))
         self.assertEqual(status, 0)
@@ -144,6 +172,49 @@ class TestCommand(CommandTests):
             _, out, _ = self.run_command("--no-tries", str(script), "7")
         self.assertNotIn("Tried:", out)
 
+    def test_script_may_use_its_output_as_a_file(self) -> None:
+        (self.folder / "bytes.py").write_text(
+            "import sys\nsys.stdout.reconfigure(line_buffering=True)\nsys.stdout.buffer.write(b'bytes ')\n"
+            "print(sys.stdout.encoding, sys.stdout.fileno())\n" + textwrap.dedent(MODEL)
+        )
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as out, contextlib.redirect_stdout(out):
+            self.assertEqual(doctor.main(["--simulate", f"{self.folder}/bytes.py"]), 0)
+            out.seek(0)
+            self.assertTrue(out.read().startswith(f"bytes utf-8 {out.fileno()}\n"))
+
+    def test_program_that_exits_is_an_error(self) -> None:
+        (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
+        (self.folder / "leaves.py").write_text("import sys\ndef f(): sys.exit()\n")
+        for target in (f"{self.folder}/exits.py:f", f"{self.folder}/leaves.py:f"):
+            for command in (check, explain, timeline):
+                err = io.StringIO()
+                with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+                    self.assertEqual(command.main([target]), 2)
+                self.assertRegex(err.getvalue(), r"(exits|leaves)\.py exited with (0|None)")
+            status, _, err = self.run_command(target)
+            self.assertEqual(status, 2)
+            self.assertRegex(err, r"(exits|leaves)\.py exited with (0|None)")
+
+    def test_program_sees_its_own_arguments_and_may_change_its_path(self) -> None:
+        (self.folder / "path.py").write_text(
+            f"import sys\nassert sys.argv == [{str(self.folder / 'path.py')!r}]\ndel sys.path[0]\n"
+            + textwrap.dedent(MODEL)
+        )
+        before = list(sys.path), sys.argv
+        status, _, err = self.run_command(f"{self.folder}/path.py:whole")
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual((sys.path, sys.argv), before)
+
+    @form.slow
+    def test_output_beside_the_results_is_not_compared(self) -> None:
+        """What a function prints, and what child processes and handlers at the exit of a script print."""
+        program = self.folder / "prints.py"
+        program.write_text(textwrap.dedent(PRINTS))
+        for target in (f"{program}:f", str(program)):
+            status, out, err = self.run_command(target)
+            self.assertEqual(status, 0, err)
+            self.assertRegex(out, "(?m)^   torch._dynamo.config.capture_scalar_outputs = True: .* results equal$")
+
     def test_bad_input_is_one_line(self) -> None:
         (self.folder / "nothing.py").write_text("import torch\n")
         for arguments, status, message in (
@@ -153,6 +224,7 @@ class TestCommand(CommandTests):
             ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
             ([f"{self.model}:whole", "more"], 2, "takes no more"),
             ([str(self.model), "--remedy", "whole"], 2, "a script has none"),
+            ([f"{self.model}:whole", "--backward"], 2, "ValueError: backward: no output requires a gradient"),
             (
                 [f"{self.folder}/nothing.py"],
                 2,

@@ -19,7 +19,18 @@ WRONG = {
     **dict.fromkeys(SWITCHES, ("abc", "0", "False", 0, 1, 2, None, math.nan, [], {})),
     "nvtx": ("abc", "0", "None", 0, 1, 2, math.nan, [], {}),
     "fold_branches_below_us": (math.nan, -1, -0.5, -math.inf, "x", "5", None, True, [5.0], 5j),
-    "activation_offload": ("x", -1, 20, True, math.nan, {}, {"budget_gb": math.nan}, {"budget_gb": -1}, {"budget": 1}),
+    "activation_offload": (
+        "x",
+        -1,
+        20,
+        True,
+        math.nan,
+        {},
+        {"budget_gb": math.nan},
+        {"budget_gb": -1},
+        {"budget_gb": 1e300},
+        {"budget": 1},
+    ),
     "cudagraphs": ("abc", "", "Trees", None, True, False, 1, ["off"]),
     "cudagraph_templates": (-3, -1, 2.0, math.nan, "x", "64", None, True),
     "cudagraph_executables": (-1, 2.0, "x", None, True),
@@ -193,6 +204,7 @@ class TestEnvironment(unittest.TestCase):
             ("cudagraph_templates", "8.5", "an int, not negative"),
             ("fold_branches_below_us", "nan", "a number of microseconds"),
             ("activation_offload", "lots", "auto, none, or a number of gigabytes"),
+            ("activation_offload", "1e300", "auto, none, or a number of gigabytes"),
         ):
             name = _options.variable(name)
             with self.subTest(name, text=text), mock.patch.dict("os.environ", {name: text}):

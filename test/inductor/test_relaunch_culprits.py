@@ -266,9 +266,9 @@ class TestMemory(Private):
         split_off.forget()
         self.assertEqual([*split_off.failed()], ["a::b.default", "a::c.default", "a::d.default"])
 
-    @parametrize("text", ["", "[]", "{", '{"torch": "1.0", "operators": {"a::b": "x"}}', '{"operators": {}}'])
+    @parametrize("text", ["", "[]", "{", '{"torch": "1.0", "operators": {"a::b": "x"}}', '{"operators": {}}', "..."])
     def test_file_of_another_kind_is_nothing(self, text):
-        self.path().write_text(text)
+        self.path().write_text(text.replace("...", "[" * 100_000))
         self.assertEqual(dict(split_off.failed()), {})
         split_off.remember("a::b.default", "waits")
         self.assertEqual(json.loads(self.path().read_text())["operators"], {"a::b.default": "waits"})
@@ -278,6 +278,7 @@ class TestMemory(Private):
         with self.assertLogs(split_off.log, "INFO") as logs:
             split_off.remember("a::b.default", "waits")
         self.assertIn("later processes will find out again", logs.output[0])
+        self.assertEqual(os.listdir(self.folder), [split_off.FILE])
         self.assertEqual(dict(split_off.failed()), {"a::b.default": "waits"})
 
     def test_without_caches_nothing_is_read_or_written(self):

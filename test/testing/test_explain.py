@@ -281,6 +281,14 @@ class Explain(TestCase):
             self.assertEqual(self.code, 2)
             self.assertIn(why, self.errors)
 
+    def test_brackets_in_a_path_are_printed(self):
+        with tempfile.NamedTemporaryFile(suffix="[red].py") as file:
+            self.assertIn(f"{file.name} on ", self.explain(file.name))
+
+    def test_number_of_devices(self):
+        self.explain("--devices", "9", f"{self.path}:branch")
+        self.assertEqual((self.code, self.errors), (2, "explain: --devices must be 1 to 8, got 9\n"))
+
     def test_plain_columns_without_rich(self):
         with without_rich():
             text = self.explain(f"{self.path}:branch")

@@ -11,7 +11,8 @@ the switches among the remedies bring, and your own remedy, each tried in a proc
 compared (of a script: what it prints). The last line says what to do first. Without a GPU, or with --simulate, the
 program is compiled for a simulated one, and nothing is timed.
 
-The exit status is 0; 2 if there is no such program, if it failed, or if nothing in it asks for CUDA graphs.
+The exit status is 0; 2 if there is no such program, if it failed, if nothing in it asks for CUDA graphs, or if the page
+can't be written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TYPE_CHECKING
 
 import torch
 
@@ -35,6 +36,10 @@ from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay.analysis.doctor import diagnose, Diagnosis
 from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of, logged, patched
 from torch_overlay.testing import observe, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def main(argv: list[str]) -> int:
@@ -71,9 +76,13 @@ def main(argv: list[str]) -> int:
     if not found.coverage.get("functions") and not found.findings:
         print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)
         return 2
-    if options.html:
-        Path(options.html).write_text(found.to_html(), encoding="utf-8")
     print(found.to_json() if options.json else found)
+    try:
+        if options.html:
+            Path(options.html).write_text(found.to_html(), encoding="utf-8")
+    except OSError as error:
+        print(f"doctor: no page: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -98,7 +107,7 @@ def run(path: str, function: str, arguments: list[str], options: argparse.Namesp
         else:
             found, output = of_script(path, arguments, simulate)
     if trial:
-        torch.save([result.cpu() for result in found.results], trial["results"])
+        torch.save((found.to_json(), output, [result.cpu() for result in found.results]), trial["results"])
         return found
     flags = ["--steps", str(options.steps), *["--backward"] * options.backward, *["--simulate"] * options.simulate]
     command = [*flags, options.target, *arguments]
@@ -119,17 +128,19 @@ def of_script(path: str, arguments: list[str], simulate: bool) -> tuple[Diagnosi
     return found, printed.getvalue()
 
 
-class _Both(io.TextIOBase):
-    """Writes to two streams."""
+class _Both:
+    """Writes text to two streams; is the second one in all else: its file number, its bytes, its encoding."""
 
-    def __init__(self, *streams: TextIO) -> None:
-        self.streams = streams
+    def __init__(self, copy: TextIO, stream: TextIO) -> None:
+        self.copy, self.stream = copy, stream
 
     def write(self, text: str) -> int:
-        for stream in self.streams:
-            stream.write(text)
-        return len(text)
+        self.copy.write(text)
+        return self.stream.write(text)
 
-    def flush(self) -> None:
-        for stream in self.streams:
-            stream.flush()
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

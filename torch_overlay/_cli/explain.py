@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
     try:
         program.check_file(path)
         program.check_pictures("--timeline", options.timeline or ())
+        program.check_devices(options.devices)
     except program.UsageError as wrong:
         print(f"explain: {wrong}", file=sys.stderr)
         return 2
@@ -101,16 +102,12 @@ def main(argv: list[str]) -> int:
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    argv = sys.argv
-    sys.argv = [path, *arguments]
-    try:
-        with program.importable(path):
+    with program.importable(path, arguments):
+        try:
             runpy.run_path(path, run_name="__main__")
-    except SystemExit as e:
-        if e.code not in (None, 0):
-            raise RuntimeError(f"the script exited with {e.code}") from e
-    finally:
-        sys.argv = argv
+        except SystemExit as e:
+            if e.code not in (None, 0):
+                raise RuntimeError(f"the script exited with {e.code}") from e
 
 
 def run_function(path: str, name: str) -> None:
@@ -255,8 +252,10 @@ class Report:
         if self._console is None:
             print(f"\n{text}\n{'=' * len(text)}")
         else:
+            from rich.text import Text
+
             self._console.print()
-            self._console.rule(text, align="left")
+            self._console.rule(Text(text), align="left")
 
     def _line(self, text: str) -> None:
         self._text(text)

@@ -36,8 +36,12 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise UsageError for a number of calls or devices that can't be run."""
     if options.calls < 1:
         raise UsageError(f"--calls must be at least 1, got {options.calls}")
-    if not 1 <= options.devices <= 8:
-        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
+    check_devices(options.devices)
+
+
+def check_devices(number: int) -> None:
+    if not 1 <= number <= 8:
+        raise UsageError(f"--devices must be 1 to 8, got {number}")
 
 
 def check_pictures(option: str, names: Iterable[str]) -> None:
@@ -53,14 +57,19 @@ def check_file(path: str) -> None:
 
 
 @contextlib.contextmanager
-def importable(path: str) -> Iterator[None]:
-    """Put the file's folder first on `sys.path`, as for a script."""
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)
+def importable(path: str, arguments: Iterable[str] = ()) -> Iterator[None]:
+    """Put the file's folder first on `sys.path`, and its arguments in `sys.argv`, as for a script. Raises UsageError if
+    the program exits inside: that would end the command without a report.
+    """
+    before, argv = list(sys.path), sys.argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.argv = [path, *arguments]
     try:
         yield
+    except SystemExit as error:
+        raise UsageError(f"{path} exited with {error.code} where it was to be loaded or called") from error
     finally:
-        sys.path.remove(folder)
+        sys.path[:], sys.argv = before, argv  # the program may have changed them
 
 
 def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -93,4 +102,14 @@ def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]
     )
 
 
-__all__ = ["check_file", "check_options", "check_pictures", "importable", "load", "parser", "PICTURES", "UsageError"]
+__all__ = [
+    "check_devices",
+    "check_file",
+    "check_options",
+    "check_pictures",
+    "importable",
+    "load",
+    "parser",
+    "PICTURES",
+    "UsageError",
+]

@@ -45,17 +45,15 @@ def _tried(
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
         trial = {**trial, "results": str(results)}
-        whole = [sys.executable, "-m", "torch_overlay", "doctor", "--json", "--trial", json.dumps(trial), *command]
+        whole = [sys.executable, "-m", "torch_overlay", "doctor", "--trial", json.dumps(trial), *command]
         try:
-            done = subprocess.run(whole, capture_output=True, text=True, timeout=TIMEOUT)
+            done = subprocess.run(whole, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             return Trial(code, change, found.share, 0.0, found.ms, None, False, f"no answer in {TIMEOUT:.0f} s")
-        try:
-            printed, _, answer = done.stdout.rstrip("\n").rpartition("\n")
-            after = json.loads(answer)
-            given = torch.load(results)
-        except (ValueError, OSError):
+        if done.returncode or not results.exists():
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
             return Trial(code, change, found.share, 0.0, found.ms, None, False, said[-1])
-    equal = are_equal([r.cpu() for r in found.results], given) and printed.strip() == output.strip()
+        answer, printed, given = torch.load(results)
+    after = json.loads(answer)
+    equal = are_equal([r.cpu() for r in found.results], given) and printed == output
     return Trial(code, change, found.share, after["share"], found.ms, after["ms"], equal)

@@ -90,10 +90,13 @@ def _taken(file: Any, until: float) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() > until:
                 return False
             time.sleep(0.05)
+        except OSError as error:  # a file system without locks
+            log.info("measurements of several processes may disturb one another: %s", error)
+            return True
 
 
 class Profile:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy takes some 8 us before its first byte."""
+
+MAX_GB = sys.float_info.max / 1e9
 
 _FORM = (
     'it must be None, "auto", or a dict with "budget_gb" (a number of gigabytes of 10^9 bytes, not negative), and '
@@ -40,8 +43,8 @@ def parse(value: Any, option: str) -> Settings | None:
     if not isinstance(value, dict) or not {"budget_gb"} <= value.keys() <= {"budget_gb", "strict", "min_bytes"}:
         raise _error(value, option)
     budget, strict, least = value["budget_gb"], value.get("strict", True), value.get("min_bytes", MIN_BYTES)
-    numbers = isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 0  # NaN compares as False
-    if not numbers or budget == float("inf") or not isinstance(strict, bool):
+    is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if not is_number or not 0 <= budget <= MAX_GB or not isinstance(strict, bool):  # NaN compares as False
         raise _error(value, option)
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise _error(value, option)

@@ -65,7 +65,7 @@ def _read(path: str) -> dict[str, str]:
     """Return what a file has, or nothing if it can't be read or is another version's."""
     import torch
 
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         with open(path, encoding="utf-8") as file:
             read = json.load(file)
         if read["torch"] == torch.__version__:
@@ -97,6 +97,8 @@ def remember(operator: str, why: str) -> None:
             os.replace(beside, path)
         except OSError as error:
             log.info("later processes will find out again that %s fails in a capture: %s", operator, error)
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
 
 
 @on_reset

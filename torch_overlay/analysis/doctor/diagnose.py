@@ -135,6 +135,8 @@ def _measure(
         if backward:
             leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             losses = [leaf.float().sum() for leaf in leaves if leaf.requires_grad]
+            if not losses:
+                raise ValueError("backward: no output requires a gradient")
             sum(losses).backward()  # type: ignore[union-attr]
         return result
 
