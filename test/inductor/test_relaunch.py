@@ -26,11 +26,12 @@ from torch._dynamo.utils import counters
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals
+from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.exact import exact
+from torch_overlay._inductor.relaunch.first_runs import FirstRuns
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -201,6 +202,23 @@ class TestLifeOfARegion(RelaunchTestCase):
             gc.collect()
             self.assertEqual(live.counts(), before)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
+
+    def test_plan_that_another_thread_forgets_before_a_size_is_run(self):
+        run = self.runner(ADD)
+        other = threading.Thread(target=run.forget)
+
+        class Late(FirstRuns):
+            @property
+            def repeat(self):
+                other.start()
+                other.join()
+                return super().repeat
+
+        run([torch.randn(4, 4), torch.randn(4, 4)])
+        run.states.clear()
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        with mock.patch.object(runner, "FirstRuns", Late):
+            self.assertEqual(run([x, w])[0], x * w + x)
 
     def test_module_gets_its_allocator_back(self):
         run = self.runner(ADD)

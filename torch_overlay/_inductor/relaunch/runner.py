@@ -168,8 +168,8 @@ class Runner:
         self.region.device.prepare()
         self.any_size.note(self, inputs)
         runs = FirstRuns(self.region)
-        if self.plan is not None:
-            run = runs.repeat(inputs, state.plan if state.warm_in else dataclasses.replace(self.plan, asked={}))
+        if (plan := self.plan) is not None:  # another thread may forget it
+            run = runs.repeat(inputs, state.plan if state.warm_in else dataclasses.replace(plan, asked={}))
         else:
             run = runs.observe(inputs)
             self._learn_seeds(key, state, run.seeds)
