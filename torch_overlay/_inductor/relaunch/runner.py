@@ -210,8 +210,13 @@ class Runner:
             if call_keys.seeds.issuperset(found):
                 return
             call_keys.seeds, states.attempt = call_keys.seeds.union(found), None
-            if not call_keys.seeds.isdisjoint(call_keys.keyed) and states.get(key) is state:
+            if call_keys.seeds.isdisjoint(call_keys.keyed):
+                return
+            if states.get(key) is state:
                 states.replace({call_keys.drop_seeds(key): state})
+            else:  # it was dropped meanwhile
+                states.replace({})
+                call_keys.key_of = None
 
     def _keep_in_key(self, positions: Collection[int], why: str) -> None:
         """Put numbers into the key. All that was made without them is dropped."""
