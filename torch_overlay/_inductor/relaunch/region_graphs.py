@@ -16,7 +16,6 @@ from torch_overlay._inductor.relaunch import alignment, live, refusals, split_of
 from torch_overlay._inductor.relaunch.capture.blame import make_or_blame, NoGraph
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, Work
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, stages_of
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.states import State
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -56,15 +55,12 @@ class RegionGraphs:
         if not capturing.acquire(blocking=False):
             return False
         try:
-            states.captures, states.warm_ups = states.captures + 1, 0
-            kept = len(sizes.executables)
+            states.warm_ups, before = 0, sizes.instantiated
             made = make_or_blame(work)
-            if work.is_shared and len(sizes.executables) == kept:
-                states.captures -= 1  # the bound is for graphs that take memory of the device
-        except Escaped:
-            states.captures -= 1
-            raise
+            # The bound is for graphs that take memory of the device.
+            states.captures += not work.is_shared or sizes.instantiated > before
         except NoGraph as failed:
+            states.captures += 1
             self._fail(state, failed)
             return False
         finally:
