@@ -236,6 +236,12 @@ class TestSizes(SizesTestCase):
         self.assertGreater(stages, 1)
         self.assertEqual(len(self.device.launchers), 2 * stages)
 
+    def test_backward_that_the_driver_cannot_cut(self):
+        self.cut_into_stages()
+        self.device.cuts = False
+        self.backward(512, 512, 600, 600, 700, 700, 512, 600, 640, 640, 700)
+        self.assertEqual(len(self.device.launchers), 2)
+
     def test_generators_that_advance_otherwise_share_nothing(self):
         source = SIZED.replace("    return", "    args_of_device.offset += n % 2\n    return")
         run = self.sized(source, args_of_device=self.device.generator)

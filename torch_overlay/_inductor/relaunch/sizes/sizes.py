@@ -69,14 +69,18 @@ class Sizes:
             if executable.shape != shape:
                 continue
             arrangement = arrange(proven, executable.arrangement.starts)
+            if executable.is_uncut:
+                arrangement = arrangement.whole or arrangement
             if executable.fits(arrangement):
                 self.executables.remove(executable)
                 self.executables.insert(0, executable)
                 templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
                 return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
-        arrangement, launchers = device.instantiate(captured, arrange(proven), varies=graph)
+        wanted = arrange(proven)
+        arrangement, launchers = device.instantiate(captured, wanted, varies=graph)
         self.instantiated += 1
-        self.executables.insert(0, Executable(shape, arrangement, launchers))
+        is_uncut = len(arrangement.stages) < len(wanted.stages)
+        self.executables.insert(0, Executable(shape, arrangement, launchers, is_uncut))
         del self.executables[self.bound :]
         return arrangement, launchers
 
