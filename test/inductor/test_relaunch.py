@@ -824,6 +824,17 @@ class TestAlignment(RelaunchTestCase):
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
         self.assertEqual(run.outside, {"warm-up": 1, "busy": 1})
 
+    def test_less_aligned_input_whose_capture_is_refused(self):
+        """The graph for aligned inputs stays."""
+        run = self.runner(ADD)
+        for skew in (0, 0, 16, 0, 16, 0):
+            self.device.kept = [512] if skew else []
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+        self.assertEqual([r.reason for r in refusals.refused()], ["kept"])
+        self.assertEqual(run.outside, {"warm-up": 1, "kept": 2})
+
     def test_less_aligned_input_while_another_thread_captures(self):
         run = self.runner(ADD)
         for skew in (0, 0):

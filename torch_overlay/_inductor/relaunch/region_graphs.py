@@ -106,13 +106,19 @@ class RegionGraphs:
             self.refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
 
     def refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
-        """Refuse, and run the state's calls as compiled from now on. Without a state, only say so."""
+        """Refuse: from now on, run the state's calls as compiled that its graph doesn't serve, if it has one for better
+        aligned inputs. Without a state, only say so."""
         found = self.refusals[reason] = refusals.Refused(self.code, reason, message, operator, line)
         if state is not None:
-            with self.states.lock:
-                self.states.set_graph(state)
-                state.refused = reason
+            state.refused = reason
         refusals.refuse(found)
+
+    def give_up(self, state: State, why: str) -> None:
+        """Drop the state's graph, whose copies can't be patched, and refuse."""
+        with self.states.lock:
+            self.states.set_graph(state)
+            state.refused = "host-memory"
+        self.refuse(state, "host-memory", why)
 
     def _fail(self, state: State, failed: NoGraph) -> None:
         """Blame the operator for which there is no graph; otherwise refuse, or let a later call try again."""
@@ -140,6 +146,6 @@ def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: 
     """Drop the state's graph and refuse: from the next call on, the region runs without a graph."""
     owner, found = graphs(), state()
     if owner is not None and found is not None:
-        owner.refuse(found, "host-memory", why)
+        owner.give_up(found, why)
     elif found is not None:
         found.refused, found.relaunch = "host-memory", None

@@ -156,7 +156,7 @@ class Runner:
                 raise
             else:
                 message = f"its copies to or from the host can't be patched: {error}"
-                self.region_graphs.refuse(state, "host-memory", message)
+                self.region_graphs.give_up(state, message)
             if self.code.mutated_inputs and any(stage.totals[0] for stage in stages_of(relaunch)):
                 raise  # a stage has run, and may have written to inputs
             inputs[:] = originals
