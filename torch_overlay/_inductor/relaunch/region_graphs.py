@@ -113,12 +113,18 @@ class RegionGraphs:
             state.refused = reason
         refusals.refuse(found)
 
-    def give_up(self, state: State, why: str) -> None:
-        """Drop the state's graph, whose copies can't be patched, and refuse."""
-        with self.states.lock:
+    def give_up(self, state: State, why: str, blocking: bool = True) -> bool:
+        """Drop the state's graph, whose copies can't be patched, and refuse. Return False if the lock is not free, and
+        not to be waited for."""
+        if not self.states.lock.acquire(blocking):
+            return False
+        try:
             self.states.set_graph(state)
             state.refused = "host-memory"
+        finally:
+            self.states.lock.release()
         self.refuse(state, "host-memory", why)
+        return True
 
     def _fail(self, state: State, failed: NoGraph) -> None:
         """Blame the operator for which there is no graph; otherwise refuse, or let a later call try again."""
@@ -142,10 +148,12 @@ class RegionGraphs:
             self.refuse(state, "operator", message, culprit.operator, culprit.line)
 
 
-def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> None:
-    """Drop the state's graph and refuse: from the next call on, the region runs without a graph."""
+def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> bool:
+    """Drop the state's graph and refuse: from the next call on, the region runs without a graph. This is called in a
+    launch, for which a thread may wait in a finalizer while it has the lock of the states: then return False."""
     owner, found = graphs(), state()
     if owner is not None and found is not None:
-        owner.give_up(found, why)
-    elif found is not None:
+        return owner.give_up(found, why, blocking=False)
+    if found is not None:
         found.refused, found.relaunch = "host-memory", None
+    return True
