@@ -718,6 +718,23 @@ def region(args):
             lambda x: (-x, (-x)[1:3]),
         )
 
+    def test_output_that_is_copied_out_and_returned_twice_is_one_tensor(self):
+        _, results = self.check(
+            """
+allocate = empty_strided_cuda
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = allocate((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, buf0)
+""",
+            lambda: [torch.randn(4)],
+            lambda x: (-x, -x),
+        )
+        for _, (first, second) in results:
+            self.assertIs(first, second)
+
     def test_empty_zero_dimensional_and_expanded(self):
         self.check(
             """
