@@ -1357,6 +1357,14 @@ class TestFailures(RelaunchTestCase):
         )
         self.assertEqual(self.counted("refusals"), 1)
 
+    def test_recording_whose_addresses_cannot_be_freed_leaves_the_others_closed(self):
+        made = [mock.Mock(close=mock.Mock(side_effect=error)) for error in (None, RuntimeError("no"), None)]
+        work = mock.Mock(inputs=[], **{"device.record.side_effect": made})
+        with self.assertRaisesRegex(RuntimeError, "no"), make_graph.recordings(work) as record:
+            for gap in (1, 2, 3):
+                record(gap)
+        self.assertEqual([recording.close.call_count for recording in made], [1, 1, 1])
+
     def test_exception_of_the_region_reaches_the_caller_and_leaves_nothing(self):
         run = self.runner(
             ADD.replace("    buf1 =", "    if fail:\n        raise ValueError('no')\n    buf1 =", 1), fail=[]
