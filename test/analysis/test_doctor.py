@@ -304,6 +304,11 @@ class TestTries(unittest.TestCase):
                 self.assertEqual("guards: 30.0 us of a step" in text and "skip_guard_eval_unsafe" in text, said)
             self.assertEqual(json.loads(found.to_json())["guards_us"], share and 500 * share)
 
+    def test_last_line_ends_in_one_full_stop(self) -> None:
+        finding = Finding("code", "", "", "what", "Change this. Then that.")
+        found = Diagnosis("t", "gpu", False, 0.5, None, None, (finding,))
+        self.assertEqual(found.first(), "First: [code]: Change this. Then that.")
+
     def test_few_steps_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "at least 4, got 3"):
             diagnose(torch.sin, torch.randn(2), steps=3)
