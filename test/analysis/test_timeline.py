@@ -901,6 +901,13 @@ class TestCommand(TestCase):
         message = f"timeline: make() of {self.path} returned no pair of a function and its arguments\n"
         self.assertEqual(self.command(str(self.path)), (2, "", message))
 
+    def test_picture_that_cannot_be_written_loses_nothing(self) -> None:
+        blocked = self.path / "x.svg"  # in a file
+        status, out, err = self.command(f"{self.path}:branch", "--out", str(blocked))
+        self.assertEqual(status, 2)
+        self.assertIn("3 kernels, 2 streams", out)
+        self.assertRegex(err, r"^timeline: no picture: .*\n$")
+
     def test_program_that_fails(self) -> None:
         status, _, err = self.command(f"{self.path}:fails")
         self.assertEqual(status, 2)
