@@ -513,6 +513,21 @@ class TestSlabs(TestCase):
                 slab = offload_runtime.take_slab(64, 0, strict=False)
             self.assertFalse(offload_runtime.holds(slab.data_ptr()))
 
+    def test_error_of_pinning_is_not_left_to_the_next_launch(self) -> None:
+        errors = []
+
+        def register(address: int, nbytes: int, flags: int) -> int:
+            errors.extend([2] * (nbytes > 64))
+            return 2 if errors else 0
+
+        runtime = mock.Mock(cudaHostRegister=register, cudaGetLastError=errors.pop)
+        with (
+            mock.patch.object(torch.cuda, "cudart", lambda: runtime),
+            mock.patch.object(pinned_memory.ctypes, "CDLL", lambda name: runtime),
+        ):
+            self.assertEqual((pinned_memory.pin(0x1000, 64), pinned_memory.pin(0x1000, 4096)), (0, 2))
+        self.assertEqual(errors, [])
+
     def test_memory_that_is_not_pinned_is_not_unpinned(self) -> None:
         """CUDA would report the failure at the next launch of a kernel."""
         unpinned: list[int] = []
