@@ -182,6 +182,22 @@ class TestCommand(CommandTests):
             out.seek(0)
             self.assertTrue(out.read().startswith(f"bytes utf-8 {out.fileno()}\n"))
 
+    def test_script_has_options_of_its_own(self) -> None:
+        script = self.folder / "options.py"
+        script.write_text("import sys\nprint(sys.argv[1:])\n" + textwrap.dedent(MODEL))
+        given = ["--step", "3", "--json", "--html", "x", "--simulate"]
+        status, out, err = self.run_command("--no-tries", str(script), *given)
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual(out.splitlines()[0], str(given))
+        self.assertIn("[split-control-flow]", out)
+
+    def test_json_of_a_script_that_prints_no_newline(self) -> None:
+        script = self.folder / "prints.py"
+        script.write_text(textwrap.dedent(MODEL) + "    print('end', end='')\n")
+        _, out, _ = self.run_command("--no-tries", "--json", str(script))
+        end, found = out.splitlines()
+        self.assertEqual((end, json.loads(found)["target"]), ("end", str(script)))
+
     def test_program_that_exits_is_an_error(self) -> None:
         (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
         (self.folder / "leaves.py").write_text("import sys\ndef f(): sys.exit()\n")
@@ -223,7 +239,7 @@ class TestCommand(CommandTests):
             ([f"{self.model}:broken"], 2, "broken failed: KeyError: 'no such key'"),
             ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
             ([f"{self.model}:whole", "more"], 2, "takes no more"),
-            ([str(self.model), "--remedy", "whole"], 2, "a script has none"),
+            (["--remedy", "whole", str(self.model)], 2, "a script has none"),
             ([f"{self.model}:whole", "--backward"], 2, "ValueError: backward: no output requires a gradient"),
             (
                 [f"{self.folder}/nothing.py"],
@@ -303,6 +319,11 @@ class TestTries(unittest.TestCase):
             for text in (str(found), found.to_html()):
                 self.assertEqual("guards: 30.0 us of a step" in text and "skip_guard_eval_unsafe" in text, said)
             self.assertEqual(json.loads(found.to_json())["guards_us"], share and 500 * share)
+
+    def test_last_line_ends_in_one_full_stop(self) -> None:
+        finding = Finding("code", "", "", "what", "Change this. Then that.")
+        found = Diagnosis("t", "gpu", False, 0.5, None, None, (finding,))
+        self.assertEqual(found.first(), "First: [code]: Change this. Then that.")
 
     def test_few_steps_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "at least 4, got 3"):

@@ -18,6 +18,7 @@ from torch._inductor.test_case import TestCase
 
 import form
 from torch_overlay import config
+from torch_overlay._cli import program
 from torch_overlay._cli.timeline import main
 from torch_overlay._functorch.offload import log
 from torch_overlay.analysis import check, Timeline, timeline, Trace
@@ -889,6 +890,23 @@ class TestCommand(TestCase):
             ([f"{self.path}:branch", "--calls", "0"], "timeline: --calls must be at least 1, got 0"),
         ):
             self.assertEqual(self.command(*argv), (2, "", message + "\n"))
+
+    def test_function_without_parameters_gets_no_inputs(self) -> None:
+        self.path.write_text("def f(): return 5\ndef g(x=1): return x\ndef example_inputs(): return 2\n")
+        found = {name: program.load(str(self.path), name)[1] for name in ("f", "g")}
+        self.assertEqual(found, {"f": (), "g": (2,)})
+
+    def test_make_that_returns_something_else(self) -> None:
+        self.path.write_text("def make(): return print\n")
+        message = f"timeline: make() of {self.path} returned no pair of a function and its arguments\n"
+        self.assertEqual(self.command(str(self.path)), (2, "", message))
+
+    def test_picture_that_cannot_be_written_loses_nothing(self) -> None:
+        blocked = self.path / "x.svg"  # in a file
+        status, out, err = self.command(f"{self.path}:branch", "--out", str(blocked))
+        self.assertEqual(status, 2)
+        self.assertIn("3 kernels, 2 streams", out)
+        self.assertRegex(err, r"^timeline: no picture: .*\n$")
 
     def test_program_that_fails(self) -> None:
         status, _, err = self.command(f"{self.path}:fails")

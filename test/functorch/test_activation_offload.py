@@ -429,6 +429,40 @@ class TestSlabs(TestCase):
             offload_runtime.note_use(slab)  # a backward on another stream than its forward
             self.assertEqual(a.waited, [b])
 
+    def test_slab_returns_if_its_last_stream_cannot_be_waited_for(self) -> None:
+        a, b = FakeStream(), FakeStream()
+        now = [a]
+        with host_slabs(lambda: now[0]):
+            offload_runtime.take_slab(64, 0)
+            now[0] = b
+            fails = mock.patch.object(b, "wait_stream", side_effect=RuntimeError("no"))
+            with fails, self.assertRaisesRegex(RuntimeError, "no"):
+                offload_runtime.take_slab(64, 0)
+            self.assertEqual(offload_runtime.live()["in_use"], 0)
+            slab = offload_runtime.take_slab(64, 0)
+            self.assertEqual((b.waited, offload_runtime.live()["slabs"]), ([a], 1))
+            del slab
+
+    def test_slab_that_is_freed_while_free_ones_are_released_is_not_lost(self) -> None:
+        """The garbage collector may run there."""
+        with (
+            host_slabs(),
+            mock.patch.object(torch.cuda, "synchronize", lambda: None),
+            mock.patch.object(pinned_memory, "unpin", lambda address: None),
+        ):
+            held = [offload_runtime.take_slab(64, 0)]
+            offload_runtime.take_slab(1024, 0)
+
+            class Collected(list):
+                def clear(self) -> None:
+                    held.clear()
+                    super().clear()
+
+            with mock.patch.object(offload_runtime, "_free", Collected(offload_runtime._free)):
+                offload_runtime.release_free()
+                held.clear()
+                self.assertEqual(offload_runtime.live()["in_use"], 0)
+
     def test_slab_that_a_capture_took_never_returns(self) -> None:
         with host_slabs():
             with mock.patch.object(offload_runtime, "_is_capturing", lambda: True):
@@ -478,6 +512,21 @@ class TestSlabs(TestCase):
             with self.assertLogs(offload_runtime.__name__, "WARNING"):
                 slab = offload_runtime.take_slab(64, 0, strict=False)
             self.assertFalse(offload_runtime.holds(slab.data_ptr()))
+
+    def test_error_of_pinning_is_not_left_to_the_next_launch(self) -> None:
+        errors = []
+
+        def register(address: int, nbytes: int, flags: int) -> int:
+            errors.extend([2] * (nbytes > 64))
+            return 2 if errors else 0
+
+        runtime = mock.Mock(cudaHostRegister=register, cudaGetLastError=errors.pop)
+        with (
+            mock.patch.object(torch.cuda, "cudart", lambda: runtime),
+            mock.patch.object(pinned_memory.ctypes, "CDLL", lambda name: runtime),
+        ):
+            self.assertEqual((pinned_memory.pin(0x1000, 64), pinned_memory.pin(0x1000, 4096)), (0, 2))
+        self.assertEqual(errors, [])
 
     def test_memory_that_is_not_pinned_is_not_unpinned(self) -> None:
         """CUDA would report the failure at the next launch of a kernel."""

@@ -26,11 +26,12 @@ from torch._dynamo.utils import counters
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals
+from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.exact import exact
+from torch_overlay._inductor.relaunch.first_runs import FirstRuns
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -201,6 +202,23 @@ class TestLifeOfARegion(RelaunchTestCase):
             gc.collect()
             self.assertEqual(live.counts(), before)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
+
+    def test_plan_that_another_thread_forgets_before_a_size_is_run(self):
+        run = self.runner(ADD)
+        other = threading.Thread(target=run.forget)
+
+        class Late(FirstRuns):
+            @property
+            def repeat(self):
+                other.start()
+                other.join()
+                return super().repeat
+
+        run([torch.randn(4, 4), torch.randn(4, 4)])
+        run.states.clear()
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        with mock.patch.object(runner, "FirstRuns", Late):
+            self.assertEqual(run([x, w])[0], x * w + x)
 
     def test_module_gets_its_allocator_back(self):
         run = self.runner(ADD)
@@ -700,6 +718,23 @@ def region(args):
             lambda x: (-x, (-x)[1:3]),
         )
 
+    def test_output_that_is_copied_out_and_returned_twice_is_one_tensor(self):
+        _, results = self.check(
+            """
+allocate = empty_strided_cuda
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = allocate((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, buf0)
+""",
+            lambda: [torch.randn(4)],
+            lambda x: (-x, -x),
+        )
+        for _, (first, second) in results:
+            self.assertIs(first, second)
+
     def test_empty_zero_dimensional_and_expanded(self):
         self.check(
             """
@@ -805,6 +840,17 @@ class TestAlignment(RelaunchTestCase):
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
         self.assertEqual(run.outside, {"warm-up": 1, "busy": 1})
+
+    def test_less_aligned_input_whose_capture_is_refused(self):
+        """The graph for aligned inputs stays."""
+        run = self.runner(ADD)
+        for skew in (0, 0, 16, 0, 16, 0):
+            self.device.kept = [512] if skew else []
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+        self.assertEqual([r.reason for r in refusals.refused()], ["kept"])
+        self.assertEqual(run.outside, {"warm-up": 1, "kept": 2})
 
     def test_less_aligned_input_while_another_thread_captures(self):
         run = self.runner(ADD)
@@ -1310,6 +1356,14 @@ class TestFailures(RelaunchTestCase):
             ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"],
         )
         self.assertEqual(self.counted("refusals"), 1)
+
+    def test_recording_whose_addresses_cannot_be_freed_leaves_the_others_closed(self):
+        made = [mock.Mock(close=mock.Mock(side_effect=error)) for error in (None, RuntimeError("no"), None)]
+        work = mock.Mock(inputs=[], **{"device.record.side_effect": made})
+        with self.assertRaisesRegex(RuntimeError, "no"), make_graph.recordings(work) as record:
+            for gap in (1, 2, 3):
+                record(gap)
+        self.assertEqual([recording.close.call_count for recording in made], [1, 1, 1])
 
     def test_exception_of_the_region_reaches_the_caller_and_leaves_nothing(self):
         run = self.runner(

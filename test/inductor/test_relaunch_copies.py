@@ -4,6 +4,8 @@ refuses to point them elsewhere later. Graphs and executables are fakes; the dri
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +223,29 @@ class TestPatcher(TestCase):
         self.assertEqual(refused.reason, "host-memory")
         self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", refused.message)
         self.assertEqual(owner.launched(), 3)
+
+    def test_graph_is_not_dropped_while_a_thread_that_may_wait_for_its_launch_has_the_lock(self) -> None:
+        """A finalizer launches while the lock of the states is held, and waits for this launch."""
+        owner = Runner(lambda inputs: None, Code("a region", 0), FakeDevice())
+        state, patcher = State(), self.make()
+        state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
+        give_up = functools.partial(region_graphs._give_up, weakref.ref(owner.region_graphs), weakref.ref(state))
+        patcher.given_up = give_up
+
+        def patch(first: int) -> None:
+            for i in range(memcpy_nodes.MOST_REBUILDS):
+                patcher.patch([0x1000 * (first + i), 0x2000])
+
+        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(refusals, "refuse") as refuse:
+            launch = threading.Thread(target=patch, args=(1,), daemon=True)
+            with owner.states.lock:
+                launch.start()
+                launch.join(10)
+                self.assertFalse(launch.is_alive(), "it waits for the lock")
+            self.assertIsNotNone(state.relaunch)
+            patch(100)
+        self.assertIsNone(state.relaunch)
+        refuse.assert_called_once()
 
     def test_region_with_copies_is_launched_from_python(self) -> None:
         launcher = mock.Mock(exec=None)

@@ -266,6 +266,20 @@ class TestMemory(Private):
         split_off.forget()
         self.assertEqual([*split_off.failed()], ["a::b.default", "a::c.default", "a::d.default"])
 
+    def test_processes_of_one_number_write_files_of_their_own(self):
+        """Containers share a cache, and have processes of the same number."""
+        written = []
+
+        def replace(source, target):
+            written.append(source)
+            os.rename(source, target)
+
+        with mock.patch.object(split_off.os, "replace", replace):
+            split_off.remember("a::b.default", "waits")
+            split_off.remember("a::c.default", "launches")
+        self.assertEqual(len(set(written)), 2)
+        self.assertEqual({Path(path).parent for path in written}, {self.path().parent})
+
     @parametrize("text", ["", "[]", "{", '{"torch": "1.0", "operators": {"a::b": "x"}}', '{"operators": {}}', "..."])
     def test_file_of_another_kind_is_nothing(self, text):
         self.path().write_text(text.replace("...", "[" * 100_000))

@@ -167,6 +167,17 @@ class TestOfCalls(RefusalTestCase):
         self.assertEqual([r.reason for r in refusals.refused()], ["first-calls"])
         self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], 1)
 
+    def test_after_a_reset_the_second_call_is_one_again(self):
+        run = self.runner("x * n", bound=2)
+        for n in range(20):
+            run([torch.randn(4), n])
+        run.forget()
+        for _ in range(3):
+            x = torch.randn(4)
+            self.assertEqual(run([x, 100])[0], x * 100)
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 2)
+
     def test_each_call_in_a_new_thread(self):
         run, identities = self.runner("x * n", bound=1), iter(range(100))
         with mock.patch.object(threading, "get_ident", lambda: next(identities)):

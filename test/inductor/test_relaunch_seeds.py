@@ -113,6 +113,23 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.assertEqual(run([x, host(3), host(4)])[0], x * 3 + 4)
         self.assertEqual((self.to_device, self.counted("captures"), self.counted("relaunches")), (2, 1, 3))
 
+    def test_seeds_that_are_found_when_their_state_is_gone(self):
+        """Many other keys came during the first run."""
+        run = self.region()
+        attention, self.gone = self.attention, False
+
+        def late(*args):
+            if not self.gone:
+                self.gone = True
+                run.states.clear()
+            return attention(*args)
+
+        run.region.model.__globals__["attention"] = attention_seeds.with_seeds(late, NAMES)
+        for place in (host, torch.tensor, torch.tensor, host):
+            self.call(run, place)
+        self.assertEqual(len(run.states), 1)
+        self.assertEqual(self.counted("captures"), 1)
+
     def add(self, x, seed, offset, dropout_p, out):
         torch.add(x * seed, offset, out=out)
 

@@ -16,6 +16,7 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
+from torch_overlay._inductor.relaunch import region_graphs
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes import sizes
@@ -152,6 +153,32 @@ class TestSizes(SizesTestCase):
         for n in (6, 6, 5, 7, 3, 10):
             self.call(run, n)
 
+    def test_executables_that_replace_others_are_counted(self):
+        with config.patch(cudagraph_executables=1, cudagraph_templates=2):
+            run = self.sized(self.BRANCHED)
+        for n in (3, 5, 10, 6, 7, 8, 11, 12, 13):
+            self.call(run, n)
+            self.call(run, n)
+        self.assertEqual((len(self.device.launchers), run.states.captures), (8, 8))
+        for n in (15, 15, 13):
+            self.call(run, n)
+        self.assertEqual((len(self.device.launchers), run.outside["templates"]), (8, 2))
+
+    def test_forgotten_during_a_capture(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5):
+            self.call(run, n)
+        make = region_graphs.make_or_blame
+
+        def made(work):
+            result = make(work)
+            run.forget()
+            return result
+
+        with mock.patch.object(region_graphs, "make_or_blame", made):
+            self.call(run, 5)
+        self.assertEqual(run.states.captures, 0)
+
     def test_function_that_no_proof_has_seen_takes_a_second_capture(self):
         source = SIZED.replace("torch.mul(b, b, out=c)", "torch.mul(b, b, out=c) if n < 9 else torch.square(b, out=c)")
         run = self.sized(source)
@@ -208,6 +235,12 @@ class TestSizes(SizesTestCase):
         stages = len(self.device.arrangements[-1].stages)
         self.assertGreater(stages, 1)
         self.assertEqual(len(self.device.launchers), 2 * stages)
+
+    def test_backward_that_the_driver_cannot_cut(self):
+        self.cut_into_stages()
+        self.device.cuts = False
+        self.backward(512, 512, 600, 600, 700, 700, 512, 600, 640, 640, 700)
+        self.assertEqual(len(self.device.launchers), 2)
 
     def test_generators_that_advance_otherwise_share_nothing(self):
         source = SIZED.replace("    return", "    args_of_device.offset += n % 2\n    return")

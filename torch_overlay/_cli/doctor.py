@@ -3,7 +3,8 @@
     doctor model.py:forward            runs `forward` on the inputs that `forward_inputs()` or `example_inputs()` of
                                        that file returns; if it isn't compiled, with mode="reduce-overhead"
     doctor train.py:loss --backward    runs the backward of the outputs as well
-    doctor train.py --epochs 1         runs a script, with the code that it compiles itself
+    doctor train.py --epochs 1         runs a script, with the code that it compiles itself; what comes after the script
+                                       is the script's
     doctor model.py:forward --remedy better    also runs `better` of that file, on the inputs of `forward`
 
 Prints what runs in graphs and what does not: the cause, the operator, the line, what it costs, what to change; and what
@@ -54,9 +55,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page")
     parser.add_argument("target", metavar="FILE[:FUNCTION]")
-    options, arguments = parser.parse_known_args(argv)
-    path, colon, function = options.target.rpartition(":")
-    path = path if colon else options.target
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args(argv)
+    target, arguments = options.target, options.arguments
+    path, colon, function = target.rpartition(":")
+    path = path if colon else target
+    if colon and arguments:  # a function has no arguments, so they are options
+        options = parser.parse_args([*arguments, target], options)
+        arguments = [options.target, *options.arguments][:-1]
+        options.target = target
     try:
         program.check_file(path)
         if options.steps < 4:
@@ -123,6 +130,8 @@ def of_script(path: str, arguments: list[str], simulate: bool) -> tuple[Diagnosi
     with observe() as seen:
         with contextlib.redirect_stdout(_Both(printed, sys.stdout)):  # type: ignore[type-var]
             run_script(path, arguments)
+        if printed.getvalue()[-1:] not in ("", "\n"):
+            print()  # the report begins on a line of its own
         coverage = counts.coverage()
     found = diagnosis(path, simulate, coverage, findings_of(coverage, seen, {}, 1))
     return found, printed.getvalue()

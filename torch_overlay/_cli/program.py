@@ -81,7 +81,9 @@ def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any],
     if not name:
         if not callable(make := module.get("make")):
             raise UsageError(f"{path} has no function make() that returns a function and its arguments")
-        return make()
+        if not (isinstance(made := make(), tuple) and len(made) == 2):
+            raise UsageError(f"make() of {path} returned no pair of a function and its arguments")
+        return made
     if not callable(fn := module.get(name)):
         raise UsageError(f"{path} has no function {name}")
     given = inputs_of or name
@@ -89,13 +91,17 @@ def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any],
 
 
 def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
-    for provider in (f"{name}_inputs", "example_inputs"):
+    signature = None
+    with contextlib.suppress(TypeError, ValueError):
+        signature = inspect.signature(fn) if not isinstance(fn, torch.nn.Module) else None
+    has_none = signature is not None and not signature.parameters
+    for provider in [f"{name}_inputs"] if has_none else [f"{name}_inputs", "example_inputs"]:
         if provider in module:
             made = module[provider]()
             return made if isinstance(made, tuple) else (made,)
-    if not isinstance(fn, torch.nn.Module):
-        with contextlib.suppress(TypeError, ValueError):
-            inspect.signature(fn).bind()
+    if signature is not None:
+        with contextlib.suppress(TypeError):
+            signature.bind()
             return ()
     raise UsageError(
         f"{name} takes arguments: {path} should define {name}_inputs() or example_inputs() that returns them"

@@ -11,7 +11,7 @@
 runs on a simulated device, and times are estimates from memory traffic and arithmetic at the rates of a data sheet, for
 a device that never waits for its host.
 
-The exit status is 0, or 2 if the function could not be found or run.
+The exit status is 0, or 2 if the function could not be found or run, or a file could not be written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def main(argv: list[str]) -> int:
         program.check_pictures("--out", options.out or ())
         program.check_options(options)
         found = draw(path, function, options)
-        written = [found.save(name) for name in options.out or ()]
     except UsageError as error:
         print(f"timeline: {error}", file=sys.stderr)
         return 2
@@ -61,7 +60,13 @@ def main(argv: list[str]) -> int:
         print(f"timeline: {options.target} could not be run:", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
         return 2
-    print(found, *(f"wrote {path}" for path in written), sep="\n")
+    print(found)
+    try:
+        for name in options.out or ():
+            print(f"wrote {found.save(name)}")
+    except (OSError, ValueError) as error:  # the folder can't be made, or nothing ran on the device
+        print(f"timeline: no picture: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

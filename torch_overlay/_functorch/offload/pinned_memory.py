@@ -47,7 +47,10 @@ def populate(address: int, nbytes: int) -> None:
 def pin(address: int, nbytes: int) -> int:
     """Pin the memory for every device. Return 0, or the error of the CUDA runtime."""
     runtime: Any = torch.cuda.cudart()
-    return int(runtime.cudaHostRegister(address, nbytes, 1))
+    if code := int(runtime.cudaHostRegister(address, nbytes, 1)):
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).cudaGetLastError()  # or torch raises the error after the next launch of a kernel
+    return code
 
 
 def unpin(address: int) -> None:

@@ -167,6 +167,8 @@ def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tens
             "read host memory before the device has written it. Call the function outside of the hooks, or compile it "
             "with activation_offload = None."
         )
+    device_index = index_now(device_index)
+    current, is_capturing = _current_stream(device_index), _is_capturing()
     with _lock:
         slab = _fitting(nbytes)
         if slab is not None:
@@ -175,15 +177,13 @@ def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tens
         slab = _make_slab(nbytes, strict)
         with _lock:
             _all[slab.address] = slab
-    device_index = index_now(device_index)
-    current, is_capturing = _current_stream(device_index), _is_capturing()
-    if slab.used_on is not None and slab.used_on != current and not is_capturing:
-        current.wait_stream(slab.used_on)
-    slab.used_on, slab.device_index = current, device_index
+    tensor = slab.tensor(nbytes, None if is_capturing else _free_slab)  # from here on the slab returns by itself
     if is_capturing:
         _kept.append(slab)
-        return slab.tensor(nbytes, None)
-    return slab.tensor(nbytes, _free_slab)
+    elif slab.used_on is not None and slab.used_on != current:
+        current.wait_stream(slab.used_on)
+    slab.used_on, slab.device_index = current, device_index
+    return tensor
 
 
 def _current_stream(device_index: int) -> Any:
@@ -247,10 +247,10 @@ def live() -> dict[str, int]:
 def release_free() -> None:
     """Free the pinned memory of the slabs that nobody uses. Wait for the device first."""
     with _lock:
-        slabs = list(_free)
-        _free.clear()
-        for slab in slabs:
-            del _all[slab.address]
+        slabs = []
+        while _free:  # a finalizer may add to it meanwhile
+            slabs.append(_free.pop())
+            del _all[slabs[-1].address]
     if not slabs:
         return
     torch.cuda.synchronize()

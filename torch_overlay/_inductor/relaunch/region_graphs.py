@@ -16,7 +16,6 @@ from torch_overlay._inductor.relaunch import alignment, live, refusals, split_of
 from torch_overlay._inductor.relaunch.capture.blame import make_or_blame, NoGraph
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, Work
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, stages_of
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.states import State
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -56,15 +55,12 @@ class RegionGraphs:
         if not capturing.acquire(blocking=False):
             return False
         try:
-            states.captures, states.warm_ups = states.captures + 1, 0
-            kept = len(sizes.executables)
+            states.warm_ups, before = 0, sizes.instantiated
             made = make_or_blame(work)
-            if work.is_shared and len(sizes.executables) == kept:
-                states.captures -= 1  # the bound is for graphs that take memory of the device
-        except Escaped:
-            states.captures -= 1
-            raise
+            # The bound is for graphs that take memory of the device.
+            states.captures += not work.is_shared or sizes.instantiated > before
         except NoGraph as failed:
+            states.captures += 1
             self._fail(state, failed)
             return False
         finally:
@@ -110,13 +106,25 @@ class RegionGraphs:
             self.refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
 
     def refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
-        """Refuse, and run the state's calls as compiled from now on. Without a state, only say so."""
+        """Refuse: from now on, run the state's calls as compiled that its graph doesn't serve, if it has one for better
+        aligned inputs. Without a state, only say so."""
         found = self.refusals[reason] = refusals.Refused(self.code, reason, message, operator, line)
         if state is not None:
-            with self.states.lock:
-                self.states.set_graph(state)
-                state.refused = reason
+            state.refused = reason
         refusals.refuse(found)
+
+    def give_up(self, state: State, why: str, blocking: bool = True) -> bool:
+        """Drop the state's graph, whose copies can't be patched, and refuse. Return False if the lock is not free, and
+        not to be waited for."""
+        if not self.states.lock.acquire(blocking):
+            return False
+        try:
+            self.states.set_graph(state)
+            state.refused = "host-memory"
+        finally:
+            self.states.lock.release()
+        self.refuse(state, "host-memory", why)
+        return True
 
     def _fail(self, state: State, failed: NoGraph) -> None:
         """Blame the operator for which there is no graph; otherwise refuse, or let a later call try again."""
@@ -140,10 +148,12 @@ class RegionGraphs:
             self.refuse(state, "operator", message, culprit.operator, culprit.line)
 
 
-def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> None:
-    """Drop the state's graph and refuse: from the next call on, the region runs without a graph."""
+def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> bool:
+    """Drop the state's graph and refuse: from the next call on, the region runs without a graph. This is called in a
+    launch, for which a thread may wait in a finalizer while it has the lock of the states: then return False."""
     owner, found = graphs(), state()
     if owner is not None and found is not None:
-        owner.refuse(found, "host-memory", why)
-    elif found is not None:
+        return owner.give_up(found, why, blocking=False)
+    if found is not None:
         found.refused, found.relaunch = "host-memory", None
+    return True

@@ -156,7 +156,7 @@ class Runner:
                 raise
             else:
                 message = f"its copies to or from the host can't be patched: {error}"
-                self.region_graphs.refuse(state, "host-memory", message)
+                self.region_graphs.give_up(state, message)
             if self.code.mutated_inputs and any(stage.totals[0] for stage in stages_of(relaunch)):
                 raise  # a stage has run, and may have written to inputs
             inputs[:] = originals
@@ -168,8 +168,8 @@ class Runner:
         self.region.device.prepare()
         self.any_size.note(self, inputs)
         runs = FirstRuns(self.region)
-        if self.plan is not None:
-            run = runs.repeat(inputs, state.plan if state.warm_in else dataclasses.replace(self.plan, asked={}))
+        if (plan := self.plan) is not None:  # another thread may forget it
+            run = runs.repeat(inputs, state.plan if state.warm_in else dataclasses.replace(plan, asked={}))
         else:
             run = runs.observe(inputs)
             self._learn_seeds(key, state, run.seeds)
@@ -210,8 +210,13 @@ class Runner:
             if call_keys.seeds.issuperset(found):
                 return
             call_keys.seeds, states.attempt = call_keys.seeds.union(found), None
-            if not call_keys.seeds.isdisjoint(call_keys.keyed) and states.get(key) is state:
+            if call_keys.seeds.isdisjoint(call_keys.keyed):
+                return
+            if states.get(key) is state:
                 states.replace({call_keys.drop_seeds(key): state})
+            else:  # it was dropped meanwhile
+                states.replace({})
+                call_keys.key_of = None
 
     def _keep_in_key(self, positions: Collection[int], why: str) -> None:
         """Put numbers into the key. All that was made without them is dropped."""

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import threading
+import uuid
 from collections import Counter
 from typing import Any, TYPE_CHECKING
 
@@ -88,7 +89,7 @@ def remember(operator: str, why: str) -> None:
         if inductor_config.force_disable_caches:
             return
         path = _path()
-        beside = f"{path}.{os.getpid()}"
+        beside = f"{path}.{uuid.uuid4().hex}"  # containers share a cache and the numbers of processes
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(beside, "w", encoding="utf-8") as file:

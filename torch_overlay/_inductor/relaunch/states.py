@@ -158,7 +158,8 @@ class States(OrderedDict[Any, State]):
             dropped = list(self.values())
             self.replace({})
             self.sizes = Sizes(self.sizes.bound)
-            self.captures = 0
+            self.captures = self.warm_ups = 0
+            self.seen.clear()
             return dropped
 
     def launched(self) -> int:

@@ -106,7 +106,7 @@ class Diagnosis:
         if remedies:
             worst = remedies[0]
             where = f" at {worst.line.partition(': ')[0]}" if worst.line else ""
-            return f"First: [{worst.code}]{where}: {worst.remedy}."
+            return f"First: [{worst.code}]{where}: {worst.remedy.removesuffix('.')}."
         return "First: nothing: all that can be in graphs is."
 
     def __str__(self) -> str:

@@ -159,7 +159,7 @@ class TestPatcher(TestCase):
             driver=cu.Driver(self.api),
             make=Exec,
         )
-        patcher.given_up = self.given_up.append
+        patcher.given_up = lambda why: not self.given_up.append(why)
         return patcher
 
     def refusing(self, *executables):
@@ -226,6 +226,14 @@ class TestPatcher(TestCase):
                 self.assertEqual(len(self.given_up), i >= memcpy_nodes.MOST_REBUILDS)
                 patcher.patch([0x1000 * (i + 1), 0x2000])
         self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", self.given_up[0])
+
+    def test_graph_that_could_not_be_given_up(self):
+        patcher = self.make()
+        patcher.given_up = self.given_up.append
+        with self.refusing(100):
+            for i in range(memcpy_nodes.MOST_REBUILDS + 2):
+                patcher.patch([0x1000 * (i + 1), 0x2000])
+        self.assertEqual(len(self.given_up), 3)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,7 @@ class TestMake(GraphsTestCase):
 
         def add(work):
             executables.append(SimpleNamespace(launchers=[SimpleNamespace(shared="e")]))
+            self.states.sizes.instantiated += 1
             return Graph("e")
 
         with mock.patch.object(self.states, "is_shared", return_value=True):
@@ -231,6 +232,20 @@ class TestNoGraph(GraphsTestCase):
         self.graphs = None  # and with it who refuses
         give_up("the driver refuses")
         self.assertEqual(state.refused, "host-memory")
+
+    def test_graph_for_better_aligned_inputs_stays(self):
+        _, state = self.capture()
+        made = state.relaunch
+        self.fail("foreign", "it points elsewhere", None)
+        self.assertEqual((state.refused, state.relaunch), ("foreign", made))
+
+    def test_lock_is_not_waited_for_in_a_launch(self):
+        _, state = self.capture()
+        with mock.patch.object(self.states, "lock") as lock:
+            lock.acquire.return_value = False
+            self.assertFalse(state.relaunch.patcher.given_up("no"))
+            lock.acquire.assert_called_once_with(False)
+        self.assertIsNotNone(state.relaunch)
 
     def test_without_a_state(self):
         self.graphs.refuse(None, "templates", "no more")

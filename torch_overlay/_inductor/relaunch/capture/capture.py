@@ -192,12 +192,16 @@ class Capture:
     def _copy_out(self, outputs: list[Any]) -> None:
         """Replace outputs in the scratch by copies, one for each storage."""
         copies: dict[int, torch.Tensor] = {}
-        for i, out in enumerate(outputs):
+        first = {id(out): i for i, out in reversed(list(enumerate(outputs)))}
+        for i, out in enumerate(list(outputs)):
             if not isinstance(out, torch.Tensor) or not _is_plain(out):
                 continue
             storage = out.untyped_storage()
             address = storage.data_ptr()
             if not self.recording.covers(address) or address in self.input_at or address in self.placed:
+                continue
+            if first[id(out)] < i:  # it is returned again
+                outputs[i] = outputs[first[id(out)]]
                 continue
             if address not in copies:
                 self.astray.append(address)

@@ -224,18 +224,14 @@ def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:
 @contextlib.contextmanager
 def recordings(work: Work) -> Iterator[Callable[[int], Any]]:
     """Yield a function that makes recordings, by the width of their gaps; close all of them at the end."""
-    made: list[Any] = []
     inputs = sum(v.nbytes for v in work.inputs if is_region(v) and v.layout is torch.strided)
 
-    def record(gap: int) -> Any:
-        made.append(work.device.record(gap, inputs))
-        return made[-1]
+    with contextlib.ExitStack() as made:
 
-    try:
+        def record(gap: int) -> Any:
+            return made.enter_context(contextlib.closing(work.device.record(gap, inputs)))
+
         yield record
-    finally:
-        for recording in made:
-            recording.close()
 
 
 def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph, known: Known) -> Template:

@@ -87,9 +87,10 @@ def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
 
 class Patcher:
     """Patches an executable that has copies. `graph` has `instantiate()`, which replaces its executable, and
-    `raw_cuda_graph_exec()`. `given_up(message)` is called when the executable has been rebuilt too often."""
+    `raw_cuda_graph_exec()`. `given_up(message)` is called when the executable has been rebuilt too often, until it
+    returns True."""
 
-    given_up: Callable[[str], None] | None = None
+    given_up: Callable[[str], bool] | None = None
 
     def __init__(
         self,
@@ -161,6 +162,7 @@ class Patcher:
         self.exec = self._exec()
         self.rebuilds += 1
         counters["torch_overlay"]["cudagraph_rebuilds"] += 1
-        if self.rebuilds == MOST_REBUILDS and self.given_up is not None:
-            self.given_up(f"its copies moved {self.rebuilds} times, and each time it was made anew: {self.why}")
+        if self.rebuilds >= MOST_REBUILDS and self.given_up is not None:
+            why = f"its copies moved {self.rebuilds} times, and each time it was made anew: {self.why}"
+            self.given_up = None if self.given_up(why) else self.given_up
         return self.exec.patch(self.bases) + len(self.copies)

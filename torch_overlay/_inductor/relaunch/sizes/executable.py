@@ -39,11 +39,13 @@ def _kind(node: Node) -> Any:
 
 @dataclass(eq=False)
 class Executable:
-    """An executable graph, or one for each stage, with the arrangement that it was made for."""
+    """An executable graph, or one for each stage, with the arrangement that it was made for. `is_uncut`: it was to have
+    stages, and the driver could not cut the graph."""
 
     shape: Shape
     arrangement: Arrangement
     launchers: list[Any]
+    is_uncut: bool = False
 
     def fits(self, arrangement: Arrangement) -> bool:
         """True if these are the stages of the executable."""

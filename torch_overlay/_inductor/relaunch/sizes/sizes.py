@@ -41,7 +41,7 @@ class Sizes:
         self.functions = Functions()
         self.executables: list[Executable] = []  # the latest first
         self.bound = bound
-        self.captured = 0  # graphs of further sizes
+        self.captured = self.instantiated = 0  # graphs of further sizes, and how many of them had to be instantiated
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
@@ -69,13 +69,18 @@ class Sizes:
             if executable.shape != shape:
                 continue
             arrangement = arrange(proven, executable.arrangement.starts)
+            if executable.is_uncut:
+                arrangement = arrangement.whole or arrangement
             if executable.fits(arrangement):
                 self.executables.remove(executable)
                 self.executables.insert(0, executable)
                 templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
                 return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
-        arrangement, launchers = device.instantiate(captured, arrange(proven), varies=graph)
-        self.executables.insert(0, Executable(shape, arrangement, launchers))
+        wanted = arrange(proven)
+        arrangement, launchers = device.instantiate(captured, wanted, varies=graph)
+        self.instantiated += 1
+        is_uncut = len(arrangement.stages) < len(wanted.stages)
+        self.executables.insert(0, Executable(shape, arrangement, launchers, is_uncut))
         del self.executables[self.bound :]
         return arrangement, launchers
 
