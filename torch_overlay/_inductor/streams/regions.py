@@ -8,10 +8,12 @@ between partitions; `around_partitions` has the order around all of them.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._inductor.codegen.common import WorkspaceArg
+from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.fx import node_stream
@@ -20,6 +22,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region, Region
+from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream
 
 
 if TYPE_CHECKING:
@@ -86,6 +89,23 @@ def nested_streams() -> list[int]:
     """Return the user's streams inside of nested regions, which fork from the stream of the node that calls them."""
     bodies = [m for m in V.graph.module.modules() if isinstance(m, torch.fx.GraphModule) and m is not V.graph.module]
     return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
+
+
+def note_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> None:
+    """Note whose memory the workspaces of kernels are: their kernel's stream's. The plan doesn't know them, but memory
+    planning reuses them like buffers.
+    """
+    notes = notes_of(scheduler)
+    places: list[int | None] = [None]  # the innermost region last
+    for line in lines:
+        if isinstance(line, BeginRegion):
+            places.append(None)
+        elif isinstance(line, EndRegion):
+            places.pop()
+        elif isinstance(line, OnStream):
+            places[-1] = line.stream
+        elif isinstance(line, AllocateLine) and isinstance(line.node, WorkspaceArg) and places[-1] is not None:
+            notes.memory = {**(notes.memory or {}), line.node.get_name(): places[-1]}
 
 
 def stream_of_memory(scheduler: Scheduler, name: str) -> int | None:
