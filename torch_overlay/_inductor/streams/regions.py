@@ -8,12 +8,14 @@ between partitions; `around_partitions` has the order around all of them.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._inductor.codegen.common import WorkspaceArg
-from torch._inductor.codegen.wrapper import AllocateLine
+from torch._inductor.codegen.common import WorkspaceArg, WorkspaceZeroMode
+from torch._inductor.codegen.wrapper import AllocateLine, KernelCallLine
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.fx import node_stream
@@ -91,21 +93,39 @@ def nested_streams() -> list[int]:
     return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
 
 
-def note_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> None:
+def place_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> list[Any]:
     """Note whose memory the workspaces of kernels are: their kernel's stream's. The plan doesn't know them, but memory
-    planning reuses them like buffers.
+    planning reuses them like buffers. The semaphores that all kernels of a graph share are made once for each stream.
     """
     notes = notes_of(scheduler)
     places: list[int | None] = [None]  # the innermost region last
+    shared: dict[str, AllocateLine] = {}
+    own: dict[tuple[str, int | None], str] = {}
+    found: list[Any] = []
     for line in lines:
+        place = places[-1]
         if isinstance(line, BeginRegion):
             places.append(None)
         elif isinstance(line, EndRegion):
             places.pop()
         elif isinstance(line, OnStream):
             places[-1] = line.stream
-        elif isinstance(line, AllocateLine) and isinstance(line.node, WorkspaceArg) and places[-1] is not None:
-            notes.memory = {**(notes.memory or {}), line.node.get_name(): places[-1]}
+        elif isinstance(line, AllocateLine) and isinstance(line.node, WorkspaceArg):
+            name = line.node.get_name()
+            if place is not None:
+                notes.memory = {**(notes.memory or {}), name: place}
+            if line.node.zero_mode == WorkspaceZeroMode.ZERO_PER_GRAPH:
+                shared[name], own[name, place] = line, name
+        elif isinstance(line, KernelCallLine) and (names := shared.keys() & set(map(str, line.call_args))):
+            for name in sorted(names):
+                if (name, place) not in own:
+                    made = own[name, place] = f"{name}_stream{place}"
+                    allocation = copy.copy(shared[name])
+                    allocation.node = dataclasses.replace(allocation.node, outer_name=made)  # type: ignore[type-var]
+                    found += [allocation, line.wrapper.make_zero_buffer(made)]
+            line = dataclasses.replace(line, call_args=tuple(own.get((str(a), place), a) for a in line.call_args))
+        found.append(line)
+    return found
 
 
 def stream_of_memory(scheduler: Scheduler, name: str) -> int | None:
