@@ -999,6 +999,33 @@ class TestPasses(TestCase):
         self.assert_all_placed(seen)
 
     @simulated_gpu()
+    def test_semaphores_of_one_stream_are_no_others(self) -> None:
+        """Upstream makes them once for all kernels, and each kernel leaves them at zero for the next."""
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                a = x.sum(1)
+                b = y.sum(0)
+            c = y.sum(1)
+            current.wait_stream(side)
+            return a, b, c
+
+        cooperative = {"triton.cooperative_reductions": True, "triton.force_cooperative_reductions": True}
+        seen = self.compile(fn, *[torch.randn(64, 64, device="cuda") for _ in range(2)], **cooperative)
+        (text,) = seen.wrappers
+        used = re.findall(r"\.run\(.*(semaphores\w+),.*stream=(\w+)_raw\)", text)
+        self.assertEqual(len(used), 3)
+        self.assertEqual(len({*used}), 2)  # one pair of semaphores and stream for each of the streams
+        self.assertEqual(len({name for name, _ in used}), 2)
+        for name, stream in {*used}:
+            made = text[: text.index(f" {name} = empty_strided_cuda(")]
+            self.assertEqual(re.findall(r"(?:set|restore)_stream\((\w+)\)", made)[-1], stream)
+            self.assertEqual(text.count(f" {name}.zero_()"), 1)
+
+    @simulated_gpu()
     def test_matmul_patterns(self) -> None:
         """A sum with a product becomes one kernel."""
         seen = self.compile(

@@ -20,7 +20,7 @@ from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
 from torch_overlay._inductor.streams.planned_region import needs_plan
 from torch_overlay._inductor.streams.region_definition import root_of
-from torch_overlay._inductor.streams.regions import planned, stream_of_memory
+from torch_overlay._inductor.streams.regions import place_workspaces, planned, stream_of_memory
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
@@ -158,6 +158,7 @@ def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_infere
     if not has_streams(wrapper):
         original(wrapper, is_inference)
     else:
+        wrapper.lines = place_workspaces(V.graph.scheduler, wrapper.lines)
         original(wrapper, False)  # pooling memory planning shares blocks between streams
         wrapper.lines = switch_streams(show_blocks(share_memory(wrapper.lines)))
     if config.nvtx is True and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):

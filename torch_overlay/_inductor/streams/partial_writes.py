@@ -16,7 +16,7 @@ import torch
 from torch._inductor import ir
 from torch.utils._ordered_set import OrderedSet
 
-from torch_overlay._functorch.streams.fx import is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import is_synchronization, is_view, node_stream, viewed
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
 
 
@@ -29,8 +29,8 @@ _COPY = torch.ops.aten.copy_.default
 def computed_in_place(graph: Any, node: Node) -> bool:
     """Make a library's kernel write its result into the part that `node` copies it to: `torch.mm(x, w, out=out[:n])`.
 
-    False, with nothing changed, where something else reads the result, the kernel can't write there, or an operation
-    that was lowered after the kernel uses the target's memory.
+    False, with nothing changed, where something else reads the result, the kernel can't write there, or, after the
+    kernel, the host waits for others who may use the target's memory, or an operation does.
     """
     if node.target is not _COPY:
         return False
@@ -54,6 +54,8 @@ def computed_in_place(graph: Any, node: Node) -> bool:
     graph.mark_buffer_mutated(name)  # what reads the old values becomes an operation
     since = graph.operations[graph.operations.index(kernel) :]
     if any(name in op.get_read_names() or name in op.get_mutation_names() for op in since):
+        return False
+    if any(is_synchronization(origin) for op in since for origin in op.get_origins()):
         return False
     kernel.layout, kernel.output_view = ir.MutationLayoutSHOULDREMOVE(view), view
     kernel.origins = OrderedSet([*kernel.origins, node])

@@ -8,10 +8,14 @@ between partitions; `around_partitions` has the order around all of them.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import copy
+import dataclasses
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._inductor.codegen.common import WorkspaceArg, WorkspaceZeroMode
+from torch._inductor.codegen.wrapper import AllocateLine, KernelCallLine
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.fx import node_stream
@@ -20,6 +24,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region, Region
+from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream
 
 
 if TYPE_CHECKING:
@@ -86,6 +91,41 @@ def nested_streams() -> list[int]:
     """Return the user's streams inside of nested regions, which fork from the stream of the node that calls them."""
     bodies = [m for m in V.graph.module.modules() if isinstance(m, torch.fx.GraphModule) and m is not V.graph.module]
     return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
+
+
+def place_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> list[Any]:
+    """Note whose memory the workspaces of kernels are: their kernel's stream's. The plan doesn't know them, but memory
+    planning reuses them like buffers. The semaphores that all kernels of a graph share are made once for each stream.
+    """
+    notes = notes_of(scheduler)
+    places: list[int | None] = [None]  # the innermost region last
+    shared: dict[str, AllocateLine] = {}
+    own: dict[tuple[str, int | None], str] = {}
+    found: list[Any] = []
+    for line in lines:
+        place = places[-1]
+        if isinstance(line, BeginRegion):
+            places.append(None)
+        elif isinstance(line, EndRegion):
+            places.pop()
+        elif isinstance(line, OnStream):
+            places[-1] = line.stream
+        elif isinstance(line, AllocateLine) and isinstance(line.node, WorkspaceArg):
+            name = line.node.get_name()
+            if place is not None:
+                notes.memory = {**(notes.memory or {}), name: place}
+            if line.node.zero_mode == WorkspaceZeroMode.ZERO_PER_GRAPH:
+                shared[name], own[name, place] = line, name
+        elif isinstance(line, KernelCallLine) and (names := shared.keys() & set(map(str, line.call_args))):
+            for name in sorted(names):
+                if (name, place) not in own:
+                    made = own[name, place] = f"{name}_stream{place}"
+                    allocation = copy.copy(shared[name])
+                    allocation.node = dataclasses.replace(allocation.node, outer_name=made)  # type: ignore[type-var]
+                    found += [allocation, line.wrapper.make_zero_buffer(made)]
+            line = dataclasses.replace(line, call_args=tuple(own.get((str(a), place), a) for a in line.call_args))
+        found.append(line)
+    return found
 
 
 def stream_of_memory(scheduler: Scheduler, name: str) -> int | None:
