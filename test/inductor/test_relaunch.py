@@ -1353,10 +1353,12 @@ class TestFailures(RelaunchTestCase):
         self.assertRegex(refusals.refusals()[0], r"\[(nodes|layout)\]")
 
     def test_sparse_input_is_refused(self):
-        run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
-        for _ in range(3):
-            self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
-        self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", refusals.refusals()[0])
+        for kind in ("sparse_coo", "sparse_csr"):  # which has no strides
+            refusals._refused.clear()
+            run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+            for _ in range(3):
+                self.assertEqual(run([torch.eye(2).to_sparse(layout=getattr(torch, kind))])[0], torch.eye(2))
+            self.assertIn(f"[input]: input 0 is not a plain tensor: torch.{kind}", refusals.refusals()[0])
 
     def test_output_with_a_bit_that_its_memory_does_not_show_is_refused(self):
         """Inductor calls aten._conj for x.conj(): the result has the memory of x, and a bit."""
