@@ -23,6 +23,7 @@ from relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
 from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
+from torch._inductor.utils import GraphPartitionMap
 
 import form
 from torch_overlay import config
@@ -888,6 +889,20 @@ def region(args):
             second([same])
             self.assertIs(same, x)
             self.assertEqual(x, wanted)
+
+    def test_misaligned_buffer_that_a_partition_writes(self):
+        """What an operator between two graphs returned is no input of the whole code."""
+        graph = SimpleNamespace(partition_maps=[GraphPartitionMap(0, [None], [[]], [])])
+        kind = {"device_index": 0, "is_backward": False, "is_inference": True}
+        code = describe.describe_partition(graph, 0, (), stack_traces=[""], **kind)
+        run = self.runner(
+            "def region(args):\n    x, = args\n    args.clear()\n    x.mul_(2)\n    return (x,)\n",
+            mutated=code.mutated_inputs,
+        )
+        for skew in (4, 0, 4, 8):
+            x = self.at(skew)
+            wanted = 2 * x
+            self.assertEqual(run([x])[0], wanted)
 
     def test_what_lies_between_the_elements_of_a_misaligned_input_is_not_copied_back(self):
         """Another input may have written it: AOTAutograd has no common base for columns that don't overlap."""
