@@ -254,7 +254,8 @@ class Recording:
         apart, before = IsolatedAllocations(), len(self.taken)
         yield apart
         apart.segments = dict(self.taken[before:])
-        apart.count, apart.requested = len(apart.segments), sum(apart.segments.values())
+        made = len(apart.segments), sum(apart.segments.values())
+        apart.count, apart.requested = made if asked is None else asked
 
     def new_pool(self) -> Any:
         return object()

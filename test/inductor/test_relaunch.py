@@ -23,6 +23,7 @@ from relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
 from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
+from torch._inductor.utils import GraphPartitionMap
 
 import form
 from torch_overlay import config
@@ -935,6 +936,20 @@ def region(args):
             self.assertIs(same, x)
             self.assertEqual(x, wanted)
 
+    def test_misaligned_buffer_that_a_partition_writes(self):
+        """What an operator between two graphs returned is no input of the whole code."""
+        graph = SimpleNamespace(partition_maps=[GraphPartitionMap(0, [None], [[]], [])])
+        kind = {"device_index": 0, "is_backward": False, "is_inference": True}
+        code = describe.describe_partition(graph, 0, (), stack_traces=[""], **kind)
+        run = self.runner(
+            "def region(args):\n    x, = args\n    args.clear()\n    x.mul_(2)\n    return (x,)\n",
+            mutated=code.mutated_inputs,
+        )
+        for skew in (4, 0, 4, 8):
+            x = self.at(skew)
+            wanted = 2 * x
+            self.assertEqual(run([x])[0], wanted)
+
     def test_what_lies_between_the_elements_of_a_misaligned_input_is_not_copied_back(self):
         """Another input may have written it: AOTAutograd has no common base for columns that don't overlap."""
         source = """
@@ -1407,10 +1422,12 @@ class TestFailures(RelaunchTestCase):
         self.assertRegex(refusals.refusals()[0], r"\[(nodes|layout)\]")
 
     def test_sparse_input_is_refused(self):
-        run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
-        for _ in range(3):
-            self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
-        self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", refusals.refusals()[0])
+        for kind in ("sparse_coo", "sparse_csr"):  # which has no strides
+            refusals._refused.clear()
+            run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+            for _ in range(3):
+                self.assertEqual(run([torch.eye(2).to_sparse(layout=getattr(torch, kind))])[0], torch.eye(2))
+            self.assertIn(f"[input]: input 0 is not a plain tensor: torch.{kind}", refusals.refusals()[0])
 
     def test_output_with_a_bit_that_its_memory_does_not_show_is_refused(self):
         """Inductor calls aten._conj for x.conj(): the result has the memory of x, and a bit."""

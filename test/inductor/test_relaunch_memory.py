@@ -198,6 +198,29 @@ class TestScratch(RelaunchTestCase):
         self.assertEqual(arrangement.layout.scratch_size, 2 * 64 * 64 * 4)
         self.assertEqual(self.counted("relaunches"), 4)
 
+    def test_workspace_that_only_captures_allocate(self):
+        """A library keeps a workspace from earlier calls, and not into a capture."""
+        allocated = [0, 0]
+
+        def product(x):
+            sizes = [x.nbytes]
+            if (recording := getattr(self.device.thread, "recording", None)) is not None:
+                recording.take(4096)
+                sizes.append(4096)
+            allocated[:] = allocated[0] + len(sizes), allocated[1] + sum(sizes)
+            return x * 2
+
+        library = self.enterContext(torch.library._scoped_library("workspaces", "DEF"))
+        library.define("product(Tensor x) -> Tensor")
+        library.impl("product", product, "CompositeExplicitAutograd")
+        self.device.allocated = lambda: tuple(allocated)
+        run = self.runner("def region(args):\n    return (torch.ops.workspaces.product(args.pop()),)")
+        for _ in range(3):
+            x = torch.randn(4)
+            self.assertEqual(run([x])[0], x * 2)
+        (arrangement,) = self.device.arrangements
+        self.assertEqual(arrangement.layout.scratch, (4096,))
+
     def allocations_of(self, source, expected):
         """Bytes of each, in order."""
         asked, empty = [], self.device.empty

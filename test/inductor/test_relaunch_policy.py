@@ -238,7 +238,7 @@ class TestOnTheHost(RelaunchTestCase):
             self.check(Module(), lambda: (torch.randn(4),), expected=(2, 8))
         first, second = (made.code for made in self.made)
         self.assertEqual((first.static_inputs, second.static_inputs), ((1,), ()))
-        self.assertEqual((first.mutated_inputs, second.mutated_inputs), ((0,), (1,)))
+        self.assertEqual((first.mutated_inputs, second.mutated_inputs), ((0,), (0, 1)))
         self.assertEqual([code.name.rpartition(", ")[2] for code in (first, second)], ["partition 0", "partition 1"])
 
     def test_pickle_has_no_policy(self):

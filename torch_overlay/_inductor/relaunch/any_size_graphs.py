@@ -70,8 +70,8 @@ class AnySizeGraph:
         self.why_not = ""
 
     def note(self, runner: Runner, inputs: Sequence[Any]) -> None:
-        """Note the sizes of a call. Those of calls with empty tensors, which have no address, show too little."""
-        if len(self.seen) == MOST_SEEN or runner.keys.scalars or runner.keys.seeds or _has_empty(inputs):
+        """Note the sizes of a call. Those of calls with tensors that have no address show too little."""
+        if len(self.seen) == MOST_SEEN or runner.keys.scalars or runner.keys.seeds or _lack_address(inputs):
             return
         numbers = {k: inputs[k] for k in runner.keys.keyed}
         if _are_integers(numbers) and all(other.numbers != numbers for other in self.seen):
@@ -116,7 +116,7 @@ class AnySizeGraph:
         if key_of is not None and (state := runner.states.get(key := key_of(inputs))) is not None:
             runner.states.touch(key)
             return state
-        if self.failures >= FAILURES or runner.plan is None or self._obstacle(runner) or _has_empty(inputs):
+        if self.failures >= FAILURES or runner.plan is None or self._obstacle(runner) or _lack_address(inputs):
             return None
         numbers = {k: inputs[k] for k in runner.keys.keyed}
         seen, varied = self._most_different(numbers)
@@ -205,8 +205,9 @@ def _are_integers(numbers: Mapping[int, Any]) -> bool:
     return all(type(value) is int for value in numbers.values())
 
 
-def _has_empty(inputs: Sequence[Any]) -> bool:
-    return any(capture.is_region(value) and not value.numel() for value in inputs)
+def _lack_address(inputs: Sequence[Any]) -> bool:
+    """True if one of the tensors is empty, or isn't strided."""
+    return any(capture.is_region(value) and not address_of(value) for value in inputs)
 
 
 def _keys(runner: Runner) -> list[Any]:

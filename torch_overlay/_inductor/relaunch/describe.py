@@ -66,7 +66,8 @@ def describe_partition(
         [i for i, k in enumerate(inputs) if k in static_input_idxs],
         stack_traces=[stack_traces[among[0]] if among else None for among in partition.output_index_mapping],
         placeholders=[placeholders[k] for k in inputs if k is not None],
-        mutated_input_idxs=[i for i, k in enumerate(inputs) if k in mutated_input_idxs],
+        # None: a buffer that other code of the graph has made, which the partition may write to.
+        mutated_input_idxs=[i for i, k in enumerate(inputs) if k is None or k in mutated_input_idxs],
         partition=number,
         **kwargs,
     )

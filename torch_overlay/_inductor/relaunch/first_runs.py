@@ -19,7 +19,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, o
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
 
@@ -69,15 +69,15 @@ class FirstRuns:
         are_aligned = not any(address_of(v) % LEAST for v in inputs)
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
-        observer, asked = Observer(), {}
+        observer = Observer()
         namespace = namespace_of(self.region.model)
-        watch = Watch(observer, self._counted(asked), tuned_in=namespace)
+        watch = Watch(observer, lambda number, call, makes: call(), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
             result = self.run(inputs)
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
-        plan = observer.plan(fresh, self._with_run(Plan(asked=asked), held, generators, drawn))
+        plan = observer.plan(fresh, self._with_run(Plan(), held, generators, drawn))
         seeds = frozenset([at[address] for address in noted & at.keys()])
         return Run(result, plan, self._frees(held), seeds, watch.count, are_aligned)
 
@@ -102,16 +102,3 @@ class FirstRuns:
             random=any(advance),
             drawn=advance if any(advance) else (),
         )
-
-    def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
-        """Return a function that runs an operator. If the operator may return new tensors, the function notes in
-        `asked` how many allocations it made, and of how many bytes."""
-
-        def run(number: int, call: Callable[[], Any], makes: bool) -> Any:
-            before = self.device.allocated() if makes else (0, 0)
-            result = call()
-            if makes and (now := self.device.allocated()) != before:
-                asked[number] = now[0] - before[0], now[1] - before[1]
-            return result
-
-        return run

@@ -14,7 +14,6 @@ The key of a call is made of the inputs that are not tensors on the device (`cal
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from typing import Any, TYPE_CHECKING
@@ -169,7 +168,7 @@ class Runner:
         self.any_size.note(self, inputs)
         runs = FirstRuns(self.region)
         if (plan := self.plan) is not None:  # another thread may forget it
-            run = runs.repeat(inputs, state.plan if state.warm_in else dataclasses.replace(plan, asked={}))
+            run = runs.repeat(inputs, state.plan if state.warm_in else plan)
         else:
             run = runs.observe(inputs)
             self._learn_seeds(key, state, run.seeds)

@@ -138,7 +138,7 @@ class TestPartition(DescribeTestCase):
             describe_partition(self.graph, k, [2, 3], **self.known) for k in (0, 1)
         )
         self.assertEqual((one.static_inputs, two.static_inputs), ((0,), (2,)))
-        self.assertEqual((one.mutated_inputs, two.mutated_inputs), ((1,), (1,)))
+        self.assertEqual((one.mutated_inputs, two.mutated_inputs), ((1,), (0, 1)))
         self.assertEqual((one.saved_outputs, two.saved_outputs), ({0}, {1}))
         self.assertEqual((one.numbers, two.numbers), (set(), {-1}))
         self.assertEqual((one.source, two.source), ("one", "two"))

@@ -47,7 +47,7 @@ class Plan:
     random: bool = False  # the region draws random numbers
     detail: bool = False  # the lives of allocations inside operators are noted, too
     dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
-    asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations in it, and their bytes
+    asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations, bytes, in a capture
     opaque: bool = False  # operators are called that are not torch's
     drawn: tuple[int, ...] = ()  # how far the random generators advance in a run
 
