@@ -672,9 +672,12 @@ def call(self, args):
 
     def test_read_only_programs_do_not_mutate(self) -> None:
         """Fails on stock: values that pass a sync count as mutated inputs, and cudagraph trees refuse the graph."""
-        for name in ("fork_join", "diamond", "eight_experts", "pinned_to_device"):
+        for name in ("fork_join", "diamond", "eight_experts"):
             for graph in compiled(name, "reduce-overhead").cudagraphs:
                 self.assertEqual(tuple(graph["mutated_input_idxs"]), (), name)
+        # A graph may write to what the code before it has made, here the copy of the host's tensor.
+        (graph,) = compiled("pinned_to_device", "reduce-overhead").cudagraphs
+        self.assertEqual(len(graph["mutated_input_idxs"]), 1)
 
     def test_events_made_outside_under_reduce_overhead(self) -> None:
         """Fails on stock, silently: the callee gives its input away while the side stream reads it (p02)."""

@@ -13,7 +13,7 @@ class Code:
     name: str
     device: int
     static_inputs: tuple[int, ...] = ()
-    mutated_inputs: tuple[int, ...] = ()
+    mutated_inputs: tuple[int, ...] = ()  # that it may write to
     saved_outputs: frozenset[int] = frozenset()  # saved tensors for the backward, which the user doesn't see
     is_backward: bool = False
     source: str = ""  # the first line of the user's program that the region was compiled from
