@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -86,19 +84,6 @@ def captured_by_hand(step: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def time_after(call: Callable[[], Any], fn: Callable[[], Any], calls: int = 60) -> float:
-    """Median microseconds of `fn` from an idle device to an idle device, each time after a call."""
-    times = []
-    for _ in range(calls):
-        call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        fn()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
 def main() -> None:
     import transformers as hf
 
@@ -145,7 +130,7 @@ def main() -> None:
         x = torch.randn(1, 64, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         alone = stream_rows.call_time(lambda: waits(x), 200, warmup=0)
         between[0] = False
-        after = time_after(lambda: compiled(ids), lambda: waits(x))
+        after = stream_rows.call_time(lambda: waits(x), 60, warmup=0, before=lambda: compiled(ids))
     ratio, floor = (min(times[True]) / (min(times[False]) + alone) for times in (us, by_hand))
     ratio_after = min(us[True]) / (min(us[False]) + after)
     print(f"by hand: two graphs {min(by_hand[True]):.1f} us, one {min(by_hand[False]):.1f} us: ratio {floor:.3f}")

@@ -31,12 +31,15 @@ STOCK = os.environ.get("TORCH_OVERLAY_DISABLE") == "1"
 Measurement = dict[str, float]
 
 
-def call_time(fn: Callable[[], Any], calls: int = 100, warmup: int = 10) -> float:
-    """Median microseconds from an idle device to an idle device."""
+def call_time(
+    fn: Callable[[], Any], calls: int = 100, warmup: int = 10, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Median microseconds from an idle device to an idle device. `before` runs before each call, untimed."""
     for _ in range(warmup):
         fn()
     times = []
     for _ in range(calls):
+        before()
         torch.cuda.synchronize()
         start = time.perf_counter()
         fn()
