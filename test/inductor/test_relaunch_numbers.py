@@ -35,6 +35,22 @@ def scaled(x, out, n):
     out.copy_(x * n)
 
 
+# A backward that may be cut into stages, each of which gets a number.
+STAGED = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((512,), (1,), torch.float64)
+        scale.run(x, out, n + len(saved), stream=0)
+        del x
+        made.append(out)
+    return (*made, n + 1)
+"""
+
+
 class NumbersTestCase(RelaunchTestCase):
     def scale(self, letter="l", grid="1"):
         return Kernel(self.device, scaled, "x, out, n", "OO" + letter, grid)
@@ -167,20 +183,7 @@ def region(args):
 
     def test_backward_in_stages(self):
         self.cut_into_stages()
-        source = """
-def region(args):
-    *saved, n = args
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((512,), (1,), torch.float64)
-        scale.run(x, out, n + len(saved), stream=0)
-        del x
-        made.append(out)
-    return (*made, n + 1)
-"""
-        fn = self.runner(source, numbers=[-1], scale=self.scale(), is_backward=True)
+        fn = self.runner(STAGED, numbers=[-1], scale=self.scale(), is_backward=True)
         for n in range(1, 6):
             *made, number = fn([*[torch.full((512,), float(k)) for k in range(6)], n])
             self.assertEqual([float(out[-1]) for out in made], [float(k * (n + k)) for k in reversed(range(6))])
@@ -191,19 +194,7 @@ def region(args):
     def test_number_that_only_a_later_stage_can_not_take(self):
         """It is found before the first stage, while there are inputs to run as compiled with."""
         self.cut_into_stages()
-        source = """
-def region(args):
-    *saved, n = args
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((512,), (1,), torch.float64)
-        scale.run(x, out, n ** (6 - len(saved)) % 7, stream=0)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
+        source = STAGED.replace("n + len(saved)", "n ** (6 - len(saved)) % 7").replace("(*made, n + 1)", "tuple(made)")
         fn = self.runner(source, numbers=[-1], scale=self.scale(), is_backward=True)
         for n in (2, 3, 1 << 12, 4):
             made = fn([*[torch.full((512,), float(k), dtype=torch.float64) for k in range(6)], n])
