@@ -20,7 +20,12 @@ from unittest import mock
 
 import relaunch_driver
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+    TorchDispatchMode,
+)
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_overlay._inductor.relaunch import alignment
@@ -260,11 +265,16 @@ class Recording:
     def new_pool(self) -> Any:
         return object()
 
-    @contextlib.contextmanager
     def within(self, pool: Any) -> Any:
-        made, before = [], len(self.taken)
-        yield made
-        made += [address for address, _ in self.taken[before:]]
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def without_modes(self) -> Any:
+        """Keep operators from the modes above this recording's."""
+        with contextlib.ExitStack() as stack:
+            while not isinstance(_get_current_dispatch_mode(), Recorder):
+                stack.enter_context(_pop_mode_temporarily())
+            yield
 
     def noting_lines(self, namespace: Any) -> Any:
         return contextlib.nullcontext()
@@ -314,6 +324,7 @@ class Recording:
                 block=(len(operation[4]), self.owner.number_of(operation[:4]), 1),
                 shared_bytes=0,
                 parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
+                attributes=self.owner.attributes,
             )
             for i, operation in enumerate(self.operations[::-1] if last else self.operations)
         )
@@ -341,7 +352,8 @@ class Launcher:
         self.bases: dict[int, int] = {}
         self.calls: list[list[int]] = []  # regions that each patch gave
 
-    def like(self, template: Any) -> Launcher:
+    def like(self, template: Any, apart: bool = False) -> Launcher:
+        assert not apart
         made = Launcher(self.device, self.in_order(template))
         made.shared = self.shared
         return made
@@ -388,7 +400,14 @@ class NativeLauncher(Launcher):
     direct = True
     MOST = 64
 
-    def __init__(self, device: FakeDevice, template: Any, varies: Any = None, of: NativeLauncher | None = None):
+    def __init__(
+        self,
+        device: FakeDevice,
+        template: Any,
+        varies: Any = None,
+        of: NativeLauncher | None = None,
+        apart: bool = False,
+    ) -> None:
         super().__init__(device, template)
         if of is None:
             self.places = [
@@ -402,7 +421,8 @@ class NativeLauncher(Launcher):
             self.of, self.places, self.run, self.shared = of, of.places, of.run, of.shared
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(self.nodes_of, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        parts = nodes, template.slots, template.regions, template.numbers, self.shared
+        used = self._apart(template) if apart else self.shared
+        parts = nodes, template.slots, template.regions, template.numbers, used
         self.exec = device.native.Exec(handle, *parts)
 
     def _shared(self, graph: Any) -> Any:
@@ -410,8 +430,12 @@ class NativeLauncher(Launcher):
         launches = None if order is None else tuple((i, b"") for i in order if i in self.place)
         return self.device.native.Shared(1 + max(self.place, default=-1), launches)
 
-    def like(self, template: Any) -> NativeLauncher:
-        return NativeLauncher(self.device, self.in_order(template), of=self)
+    def like(self, template: Any, apart: bool = False) -> NativeLauncher:
+        return NativeLauncher(self.device, self.in_order(template), of=self, apart=apart)
+
+    def _apart(self, template: Any) -> Any:
+        with mock.patch.object(native, "implementation", lambda: self.device.native):
+            return native.apart(self.shared, template)
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -443,6 +467,7 @@ class FakeDevice:
         self.fail_captures = 0
         self.kept: list[int] = []  # what captures leave in use
         self.free_blocks: list[int] = []  # sizes
+        self.attributes = b""  # of the nodes that are captured
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
         self.captured_by_user = False
         self.broken = False  # is the capture that is under way?

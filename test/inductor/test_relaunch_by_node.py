@@ -105,6 +105,15 @@ class TestInC(TestCase):
         self.assertEqual(kinds, [["run"] * 2] * 2 + [["kernel"] * 2 + ["launch"], ["launch"], ["launch"]])
         self.assertEqual((call.by_node, call.patched), (2, 2))
 
+    def test_kernels_apart_are_always_launched_one_by_one(self):
+        nodes = [kernel(0, word(1)), kernel(1, word(3))]
+        cluster = attributes(_1=0x1_0000_0002)
+        call = self.bound(self.module.Shared(2, ((0, cluster), (1, cluster)), True), nodes)
+        x = torch.zeros(4)
+        for _ in range(6):
+            self.assertEqual([line[0] for line in self.run_at(call, x)], ["run"] * 2)
+        self.assertEqual((call.by_node, call.launches, call.patched), (6, 6, 0))
+
     def test_graphs_that_take_turns(self):
         nodes, shared, one = self.pair()
         other = self.bound(

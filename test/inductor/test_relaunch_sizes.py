@@ -302,6 +302,8 @@ class TestSizesInC(Native, TestSizes):
                 module.Blocks(0, (node,), (), 0, (), given)
         with self.assertRaises(ValueError):
             module.Shared(-1)
+        with self.assertRaises(TypeError):
+            module.Shared(1, None, True, 0)
 
 
 class TestSizesInTurn(Native, SizesTestCase):
@@ -320,6 +322,33 @@ class TestSizesInTurn(Native, SizesTestCase):
         self.assertGreater(len(stages), 1)
         self.assertEqual({stage.call.by_node for stage in stages}, {3})
 
+    def call_with_clusters(self, call, sizes):
+        """Call sizes twice each that all launch other clusters."""
+        for n in sizes:
+            self.device.attributes = n.to_bytes(8, "little") * 56
+            call(n)
+            call(n)
+
+    def test_clusters_of_further_sizes_are_launched_without_an_executable(self):
+        run = self.sized()
+        self.call_with_clusters(lambda n: self.call(run, n), range(3, 12))
+        made = run.states.sizes
+        self.assertEqual((made.instantiated, made.captured), (sizes.ALIKE, 8))
+        for n in (9, 9, 4, 4, 11, 5, 3):
+            self.call(run, n)
+        calls = [run.states[(n,)].relaunch.call for n in (9, 11)]
+        self.assertEqual([(call.launches, call.by_node, call.patched) for call in calls], [(3, 3, 0), (2, 2, 0)])
+        self.assertTrue(all(state.relaunch is not None for state in run.states.values()))
+
+    def test_clusters_of_stages(self):
+        self.cut_into_stages()
+        run = self.backward()
+        self.call_with_clusters(lambda n: self.backward(n, run=run), range(512, 1112, 100))
+        self.assertEqual(run.states.sizes.instantiated, sizes.ALIKE)
+        stages = run.states[(1012,)].relaunch.stages
+        self.assertEqual({(stage.call.by_node, stage.call.launches) for stage in stages}, {(1, 1)})
+        self.backward(612, 1012, 712, 1012, 1012, 1012, run=run)
+
 
 class TestSizesInCByTheExecutable(Native, TestSizes):
     """Where kernels can't be launched one by one, since some may run side by side."""
@@ -327,6 +356,14 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(relaunch_fakes, "only_order", return_value=None))
+
+    def test_other_clusters_need_an_executable(self):
+        run = self.sized()
+        for n in range(3, 12):
+            self.device.attributes = n.to_bytes(8, "little") * 56
+            self.call(run, n)
+            self.call(run, n)
+        self.assertEqual(run.states.sizes.instantiated, 8)
 
     def test_only_what_differs_is_set(self):
         run = self.sized()

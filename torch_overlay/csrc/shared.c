@@ -1,6 +1,6 @@
 /* What an executable holds whose nodes are set to much else at many launches.
 
-   `Shared(nodes, launches=None)`. */
+   `Shared(nodes, launches=None, apart=False)`; `apart`: kernels are always launched one by one. */
 
 #include "shared.h"
 #include "module.h"
@@ -54,13 +54,15 @@ static int read_launches(Shared *self) {
 }
 
 static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    int apart = 0;
     Py_ssize_t nodes;
     PyObject *launches = Py_None;
     Shared *self;
-    if (!PyArg_ParseTuple(args, "n|O", &nodes, &launches)) return NULL;
+    if (!PyArg_ParseTuple(args, "n|Op", &nodes, &launches, &apart)) return NULL;
     if (nodes < 0) return PyErr_Format(PyExc_ValueError, "a negative number of nodes");
     if (!(self = (Shared *)type->tp_alloc(type, 0))) return NULL;
     self->nodes = (size_t)nodes;
+    self->refused = apart;
     self->launches = Py_NewRef(launches);
     if (!(self->holder = PyMem_Calloc(self->nodes + 1, sizeof *self->holder))
         || !(self->lock = PyThread_allocate_lock()))

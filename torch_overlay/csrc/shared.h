@@ -22,7 +22,7 @@ typedef struct {
     PyObject *launches;     /* (node, attributes as the graph reader gives them) in the order of launch, or None: the
                                kernels can't be launched one by one */
     Attributes *attributes; /* of each node; NULL without `launches` */
-    int patience, refused;  /* of `launch_nodes`; refused: the driver doesn't set some node */
+    int patience, refused;  /* of `launch_nodes`; refused: the executable can't be set to all that its users launch */
 } Shared;
 
 /* Returns a borrowed reference to the type; NULL with a Python error. */

@@ -71,7 +71,7 @@ class FirstRuns:
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
         observer = Observer()
         namespace = namespace_of(self.region.model)
-        watch = Watch(observer, lambda number, call, makes: call(), tuned_in=namespace)
+        watch = Watch(observer, lambda number, call: call(), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
             result = self.run(inputs)
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)

@@ -10,8 +10,8 @@
 
 A capture runs no kernel, so any memory will do. A space is a range of addresses that maps the same small physical block
 over and over (`csrc/aliased_memory.c`), however many GiB are allocated in it. Each block's worth of addresses takes the
-driver some 60 us, so a region with many GiB of weights gets a larger block than the usual 12 MiB. Two captures that are
-to be compared use different gaps.
+driver some 60 us, so a region with more than 100 MiB of inputs gets a larger block than the usual 12 MiB. Two captures
+that are to be compared use different gaps.
 
 Life: 1. A space allocates only while it is entered, and never after that. 2. Its pools belong to it: close() drops
 them. A graph that was captured with a pool retains the pool, and torch counts the pool's segments as reserved memory
@@ -33,7 +33,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
 SIZE = 1 << 40
-BLOCKS = 128  # so many blocks should do for the inputs,
+BLOCKS = 8  # so many blocks should do for the inputs,
 LARGEST = 64 << 20  # unless one would have more bytes
 
 pools_made: set[tuple[int, int]] = set()  # ids of the pools of all spaces: torch's statistics list them for ever

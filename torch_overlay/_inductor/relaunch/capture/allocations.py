@@ -189,7 +189,7 @@ def namespace_of(model: Any) -> dict[str, Any] | None:
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that numbers the operators of a region, and notes the storages that each of them made. If the
+    """A dispatch mode that numbers the operators of a region that may make something, and notes what they made. If the
     globals of the generated module are given (`tuned_in`), operators that are called while a kernel is tuned are left
     out: no later run has them."""
 
@@ -198,24 +198,26 @@ class Watch(TorchDispatchMode):
     def __init__(
         self,
         observer: Observer,
-        run: Callable[[int, Callable[[], Any], bool], Any],
+        run: Callable[[int | None, Callable[[], Any]], Any],
         tuned_in: dict[str, Any] | None = None,
     ) -> None:
-        """Take `run(number, call, makes)`, which runs an operator. `makes`: the operator may return new tensors."""
+        """Take `run(number, call)`, which runs an operator. `number` counts those that may return new tensors; it is
+        None for others."""
         super().__init__()
         self.observer, self.run, self.tuned_in = observer, run, tuned_in
-        self.count = 0
+        self.count = self.makers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.tuned_in is not None and _is_tuning(sys._getframe(1), self.tuned_in):
             return func(*args, **kwargs)
-        number, self.count = self.count, self.count + 1
+        self.count += 1
         self.observer.opaque |= getattr(func, "namespace", "") not in OURS
         if not _makes(func):
-            return self.run(number, lambda: self.observer.operator(func, args, kwargs), False)
+            return self.run(None, lambda: self.observer.operator(func, args, kwargs))
+        number, self.makers = self.makers, self.makers + 1
         given = storages((args, kwargs))
-        result = self.run(number, lambda: self.observer.operator(func, args, kwargs), True)
+        result = self.run(number, lambda: self.observer.operator(func, args, kwargs))
         made = storages(result)
         self.observer.note_results(number, {address: made[address] for address in made.keys() - given.keys()})
         return result

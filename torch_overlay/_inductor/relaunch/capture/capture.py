@@ -109,7 +109,7 @@ class Capture:
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
         self.operators = Operators(plan, recording, self.observer)
-        self.calls = LibraryCalls(recording, with_calls)
+        self.calls = LibraryCalls(recording, self.operators.run_leaf, with_calls)
 
     def run(self, code: Code) -> Captured:
         with self.recording:
@@ -125,7 +125,8 @@ class Capture:
                 namespace = namespace_of(self.model)
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
                 lines = self.recording.noting_lines(namespace)
-                with observed(namespace, self.observer), tracing, watch, lines, self.calls.noted(namespace):
+                calls = self.calls.noted(namespace)
+                with observed(namespace, self.observer), tracing, watch, lines, calls, self.operators:
                     given, stand_ins = stand_ins, []
                     outputs = self.model(given)
                     del given

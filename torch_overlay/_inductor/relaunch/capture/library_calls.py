@@ -1,6 +1,6 @@
 """Notes the calls of library functions in a capture, and captures some of them again, alone.
 
-    calls = LibraryCalls(recording)
+    calls = LibraryCalls(recording, run_leaf)
     with calls.noted(namespace):            # generated code calls them as attributes of the global `extern_kernels`
         region(inputs)
     again = capture_again(calls_of(calls.made, nodes), segments, other_recording)
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._inductor.relaunch.memory.outputs import View, view_of
+from torch_overlay._inductor.relaunch.memory.outputs import View
 from torch_overlay._inductor.relaunch.proof.nodes import Segment
 
 
@@ -36,23 +36,27 @@ if TYPE_CHECKING:
 
 LIBRARIES = "extern_kernels"
 FULL = 256  # no library checks for more alignment
-LEAVES = frozenset([int, float, bool, str, type(None)])
+PLAIN = frozenset([int, float, bool, str, type(None)])
+# Functions that are one operator, which launches all that they launch.
+LEAVES = torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch._int_mm
 
 
 class Differs(Exception):
     """The calls can't be made again as they were."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Place:
-    """Where a tensor lay in the capture."""
+    """Where a tensor lay in the capture: its address, size, stride and type."""
 
     address: int
-    view: View
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Place:
-        return _Place(tensor.data_ptr(), view_of(tensor))
+        return _Place(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
 class Call(NamedTuple):
@@ -75,10 +79,10 @@ class Again(NamedTuple):
 
 
 class LibraryCalls:
-    """The calls of one capture, if they are `wanted`."""
+    """The calls of one capture, if they are `wanted`. `run_leaf` runs a call of one of the `LEAVES`."""
 
-    def __init__(self, recording: Any, wanted: bool = True) -> None:
-        self.recording, self.wanted = recording, wanted
+    def __init__(self, recording: Any, run_leaf: Callable[[Callable[[], Any]], Any], wanted: bool = True) -> None:
+        self.recording, self.run_leaf, self.wanted = recording, run_leaf, wanted
         self.made: list[Call] = []
         self.thread = threading.get_ident()
 
@@ -89,7 +93,10 @@ class LibraryCalls:
         given, named = _exchanged(torch.Tensor, _Place.of, args, kwargs)
         nodes, allocations = recording.count(), recording.allocations_made()
         recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
-        result = function(*args, **kwargs)
+        if "out" in kwargs and any(function is leaf for leaf in LEAVES):
+            result = self.run_leaf(functools.partial(function, *args, **kwargs))
+        else:
+            result = function(*args, **kwargs)
         made, allocated = range(nodes, recording.count()), tuple(recording.allocations(allocations))
         self.made.append(Call(function, given, named, made, allocated, returns="out" not in kwargs))
         return result
@@ -125,7 +132,7 @@ def _exchanged(kind: type, by: Callable[[Any], Any], args: Any, kwargs: Any) -> 
     def one(value: Any) -> Any:
         if isinstance(value, kind):
             return by(value)
-        return value if type(value) in LEAVES else pytree.tree_map_only(kind, by, value)
+        return value if type(value) in PLAIN else pytree.tree_map_only(kind, by, value)
 
     return tuple([one(value) for value in args]), {name: one(value) for name, value in kwargs.items()}
 
@@ -174,7 +181,7 @@ class _Given:
         return self.known[at]
 
     def tensor(self, place: _Place) -> torch.Tensor:
-        address, view = place.address, place.view
+        address, view = place.address, View(place.size, place.stride, place.dtype)
         segment = self.segment_of(address, view.extent)
         offset, odd = divmod(address - segment.address, view.dtype.itemsize)
         if odd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.capture.allocations import tensors
@@ -25,23 +26,31 @@ class _Group:
 
 
 class Operators:
-    """Operators of one capture. Their memory goes where `placing` has that of generated code."""
+    """Operators of one capture. Their memory goes where `placing` has that of generated code. A context manager: at its
+    end, no pool of theirs is selected."""
 
     def __init__(self, plan: Plan, recording: Any, placing: Placing) -> None:
         self.plan, self.recording, self.placing = plan, recording, placing
         self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
         self.asked = dict(plan.asked)
         self.group = _Group()
+        self.selected = contextlib.ExitStack()
 
-    def run(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
-        """Run an operator. An operator of the plan allocates in a pool of its own. With `plan.detail`, so does every
-        operator that may return new tensors: memory of a result lives as long as the result, other memory only as long
-        as the operator runs."""
+    def __enter__(self) -> Operators:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.selected.close()
+
+    def run(self, number: int | None, call: Callable[[], Any]) -> Any:
+        """Run an operator. `number` is None if it returns nothing new. An operator of the plan allocates in a pool of
+        its own. With `plan.detail`, so does every operator with a number: memory of a result lives as long as the
+        result, other memory only as long as the operator runs."""
         if not self.are_wanted:
             return call()
         lives, planned = self.placing.lives, number in self.plan.operators
         lives.tick()
-        if not planned and not (self.plan.detail and makes):
+        if number is None or not (planned or self.plan.detail):
             return self._in_group(call) if self.plan.detail else call()
         with self.recording.apart(self.plan.asked.get(number)) as apart:
             result = call()
@@ -61,22 +70,36 @@ class Operators:
                 lives.note(address)
         return result
 
+    def run_leaf(self, call: Callable[[], Any]) -> Any:
+        """Run an operator that returns nothing new, and calls no other: no dispatch mode has to see it."""
+        with self.recording.without_modes():
+            return self.run(None, call)
+
     def _in_group(self, call: Callable[[], Any]) -> Any:
         """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what
         they allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""
-        if self.group.calls >= GROUP and self.group.addresses:
+        group, recording = self.group, self.recording
+        if group.calls >= GROUP and group.addresses:
             self.end_group()
-        if self.group.pool is None:
-            self.group.pool = self.recording.new_pool()
-        self.group.calls += 1
-        with self.recording.within(self.group.pool) as made:
-            result = call()
-        self.placing.lives.made |= dict.fromkeys(made, self.placing.lives.now)
-        self.group.addresses += made
+            group = self.group
+        if group.pool is None:
+            group.pool = recording.new_pool()
+        if not group.calls or group.addresses:
+            self.selected.enter_context(recording.within(group.pool))
+        group.calls += 1
+        before = recording.allocations_made()
+        result = call()
+        if recording.allocations_made() != before:
+            made = [address for address, _ in recording.allocations(before)]
+            self.placing.lives.made |= dict.fromkeys(made, self.placing.lives.now)
+            group.addresses += made
+        if group.addresses:  # nobody else may get memory that one of them has freed
+            self.selected.close()
         return result
 
     def end_group(self) -> None:
         """Note that the memory of the group's operators is freed now."""
+        self.selected.close()
         lives = self.placing.lives
         for address in self.group.addresses:
             lives.freed[address] = lives.now + 1

@@ -133,14 +133,13 @@ class Recording:
     def new_pool(self) -> Any:
         return self.space.pool()
 
-    @contextlib.contextmanager
-    def within(self, pool: Any) -> Iterator[list[int]]:
-        """Make this thread allocate from the pool. Yield a list that gets the addresses of new segments at the end."""
-        made: list[int] = []
-        before = self.space.count()
-        with self._selected(pool):
-            yield made
-        made += [address for address, _ in self.space.allocations(before)]
+    def within(self, pool: Any) -> contextlib.AbstractContextManager[None]:
+        """Make this thread allocate from the pool."""
+        return self._selected(pool)
+
+    def without_modes(self) -> contextlib.AbstractContextManager[None]:
+        """Keep operators from dispatch modes, in this thread."""
+        return torch._C._DisableTorchDispatch()
 
     def count(self) -> int:
         """Return how many nodes the graph has so far."""

@@ -24,10 +24,16 @@ live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 class Launcher:
     """An executable graph with its template: `patch` points it at other memory, `replay` launches it. With `shared`,
-    other launchers have the same executable, each with a template of its own."""
+    other launchers have the same executable, each with a template of its own. A launcher `apart` launches its kernels
+    one by one, for they have other attributes than the executable's."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False, shared: Any = None
+        self,
+        graph: torch.cuda.CUDAGraph | Part,
+        template: Template,
+        direct: bool = False,
+        shared: Any = None,
+        apart: bool = False,
     ) -> None:
         self.graph = graph
         self.shared = shared
@@ -39,7 +45,8 @@ class Launcher:
             self.exec = None  # the patcher replaces its own at each rebuild
             self.patch: Callable[..., int] = self.patcher.patch
         else:
-            parts = template.nodes, template.slots, template.regions, template.numbers, shared
+            used = native.apart(shared, template) if apart else shared
+            parts = template.nodes, template.slots, template.regions, template.numbers, used
             self.exec = native.implementation().Exec(graph.raw_cuda_graph_exec(), *parts)
             self.patch = self.exec.patch
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
@@ -48,12 +55,12 @@ class Launcher:
         )
         live_launchers.add(self)
 
-    def like(self, template: Template) -> Launcher:
+    def like(self, template: Template, apart: bool = False) -> Launcher:
         """Return a launcher of the same executable with another template, whose nodes are those of this one's with
-        other parameters."""
+        other parameters; `apart`: and with other attributes."""
         handles = {node.index: node.handle for node in self.template.nodes}
         nodes = tuple(dataclasses.replace(node, handle=handles[node.index]) for node in template.nodes)
-        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared)
+        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared, apart)
 
     @property
     def nodes(self) -> int:

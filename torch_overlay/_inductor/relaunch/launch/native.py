@@ -83,9 +83,21 @@ def launching() -> bool:
 def shared(template: Template, order: Sequence[int] | None = None) -> Any:
     """Return the `Shared` for an executable of the template's graph. `order`: the only order in which the nodes can
     run; then the kernels may be launched one by one, if the graph has no other nodes."""
-    count = 1 + max((node.index for node in template.nodes), default=-1)
-    kernels = {node.index: node for node in template.nodes if isinstance(node, KernelNode)}
     others = sum(not isinstance(node, (KernelNode, EmptyNode)) for node in template.nodes)
     if order is None or others:
-        return implementation().Shared(count)
-    return implementation().Shared(count, tuple([(i, kernels[i].attributes) for i in order if i in kernels]))
+        return implementation().Shared(_count(template))
+    return implementation().Shared(_count(template), _launches(template, order))
+
+
+def apart(shared: Any, template: Template) -> Any:
+    """Return a `Shared` for a template that can only launch its kernels one by one, in the order of another one."""
+    return implementation().Shared(_count(template), _launches(template, [node for node, _ in shared.launches]), True)
+
+
+def _count(template: Template) -> int:
+    return 1 + max((node.index for node in template.nodes), default=-1)
+
+
+def _launches(template: Template, order: Sequence[int]) -> tuple[tuple[int, bytes], ...]:
+    kernels = {node.index: node.attributes for node in template.nodes if isinstance(node, KernelNode)}
+    return tuple([(index, kernels[index]) for index in order if index in kernels])

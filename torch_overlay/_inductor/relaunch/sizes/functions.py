@@ -26,7 +26,7 @@ from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Container, Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
@@ -42,6 +42,7 @@ class Functions:
 
     def __init__(self) -> None:
         self.places: dict[Any, frozenset[tuple[int, int]]] = {}
+        self._forms: dict[Any, _Form] = {}
 
     def learn(self, template: Template) -> None:
         """Learn from a proven template."""
@@ -52,6 +53,7 @@ class Functions:
             if isinstance(node, KernelNode):
                 key = _identity(node)
                 self.places[key] = self.places.get(key, frozenset()) | found[node.index]
+                self._forms.pop(key, None)
 
     def slots_of(
         self, graph: CapturedGraph, among: Iterable[int] | None = None
@@ -63,7 +65,7 @@ class Functions:
         unknown: dict[int, str] = {}
         for node in graph.nodes if among is None else [graph.nodes[index] for index in among]:
             try:
-                slots += [slot for slot in self._slots_of(node, scan) if slot.region != FIXED]
+                slots += self._slots_of(node, scan)
             except Unknown as why:
                 unknown[node.index] = f"{node.name}: {why}"
         return slots, unknown
@@ -73,10 +75,19 @@ class Functions:
             return ()
         if not isinstance(node, KernelNode):
             return scan.addresses(node)
-        places = self.places.get(_identity(node))
-        if places is None:
-            raise Unknown("it is launched for the first time")
-        return scan.kernel(node, places)
+        function = node.func, node.kern
+        form = scan.forms.get(function)
+        if form is None:
+            form = scan.forms[function] = self._form(node)
+        return scan.kernel(node, form)
+
+    def _form(self, node: KernelNode) -> _Form:
+        key = _identity(node)
+        if (form := self._forms.get(key)) is None:
+            if key not in self.places:
+                raise Unknown("it is launched for the first time")
+            form = self._forms[key] = _Form(node, self.places[key])
+        return form
 
 
 def one_of_each(graph: CapturedGraph, indices: Iterable[int]) -> set[int]:
@@ -98,51 +109,72 @@ def without(graph: CapturedGraph, indices: Container[int]) -> CapturedGraph:
     return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
+class _Form:
+    """How to read the parameters of a function, all at once: its pointers as words, the rest as halves of words.
+    `slots`: (item, parameter, offset) of each pointer; `halves`: likewise of each half that follows another one."""
+
+    def __init__(self, node: KernelNode, places: frozenset[tuple[int, int]]) -> None:
+        self.slots: list[tuple[int, int, int]] = []
+        self.halves: list[tuple[int, int, int]] = []
+        self.text, self.items = "<", 0
+        for number, (_, value) in enumerate(node.parameters):
+            at = 0
+            for offset in sorted(offset for parameter, offset in places if parameter == number):
+                if offset < at or offset % 4:
+                    raise Unknown(f"parameter {number}: no word begins at offset {offset}")
+                self._skip(number, at, offset)
+                self.slots.append((self.items, number, offset))
+                self.text, self.items, at = f"{self.text}Q", self.items + 1, offset + POINTER
+            end = len(value) // 4 * 4 if len(value) >= POINTER else at
+            self._skip(number, at, end)
+            self.text += f"{len(value) - end}x"
+        self.unpack = struct.Struct(self.text).unpack
+
+    def _skip(self, number: int, at: int, end: int) -> None:
+        """Read what is no pointer from byte `at` to `end`."""
+        many = (end - at) // 4
+        self.halves += [(self.items + k, number, at + 4 * k) for k in range(1, many)]
+        self.text, self.items = f"{self.text}{many}I", self.items + many
+
+
 class _Scan:
     def __init__(self, graph: CapturedGraph) -> None:
-        self.addresses_of = AddressMap(graph)
-        self.upper = self.addresses_of.upper_halves()
+        self.addresses_of = addresses = AddressMap(graph)
+        self.upper = addresses.upper_halves() | {*range(addresses.low >> 32, (addresses.high - 1 >> 32) + 1)}
+        self.forms: dict[tuple[int, int], _Form] = {}
+        self.found: dict[int, tuple[int, int]] = {}
 
-    def addresses(self, node: Node) -> Iterator[PointerSlot]:
-        """Yield the pointer slots of a memset or memcpy node."""
+    def addresses(self, node: Node) -> list[PointerSlot]:
+        """Return the pointer slots of a memset or memcpy node."""
         on_host = (node.dst_on_host, node.src_on_host) if isinstance(node, CopyNode) else (False, False)
-        for number, (_, value) in enumerate(node.parameters):
-            if not on_host[number]:
-                yield self._slot(node, number, 0, int.from_bytes(value, "little"))
+        words = [int.from_bytes(value, "little") for _, value in node.parameters]
+        return self._slots(node, words, [(k, k, 0) for k in range(len(words)) if not on_host[k]])
 
-    def kernel(self, node: KernelNode, places: frozenset[tuple[int, int]]) -> Iterator[PointerSlot]:
-        for number, (_, value) in enumerate(node.parameters):
-            if len(value) == POINTER:
-                word = int.from_bytes(value, "little")
-                if (number, 0) in places:
-                    if word:
-                        yield self._slot(node, number, 0, word)
-                elif self._is_address(word):
-                    raise Unknown(f"parameter {number}: an address where there was none")
-            elif len(value) > POINTER:
-                yield from self._structure(node, number, value, places)
-
-    def _structure(
-        self, node: KernelNode, number: int, value: bytes, places: frozenset[tuple[int, int]]
-    ) -> Iterator[PointerSlot]:
-        rest = bytearray(value)
-        for offset in sorted(offset for parameter, offset in places if parameter == number):
-            end = offset + POINTER
-            if word := int.from_bytes(value[offset:end], "little"):
-                yield self._slot(node, number, offset, word)
-            rest[offset:end] = bytes(POINTER)
-        halves = struct.unpack_from(f"<{len(rest) // 4}I", rest)
-        if self.upper.isdisjoint(halves):
-            return
-        for i, half in enumerate(halves[1:]):
-            if half in self.upper and self._is_address(halves[i] | half << 32):
-                raise Unknown(f"parameter {number}, offset {4 * i}: an address where there was none")
+    def kernel(self, node: KernelNode, form: _Form) -> list[PointerSlot]:
+        items = form.unpack(b"".join([value for _, value in node.parameters]))
+        if not self.upper.isdisjoint(items):
+            for item, number, offset in form.halves:
+                half = items[item]
+                if half in self.upper and self._is_address(items[item - 1] | half << 32):
+                    raise Unknown(f"parameter {number}, offset {offset - 4}: an address where there was none")
+        return self._slots(node, items, [word for word in form.slots if items[word[0]]])
 
     def _is_address(self, word: int) -> bool:
-        return self.addresses_of.covers(word) or (word >> 32 in self.upper and bool(self.addresses_of.places(word)))
+        return self.addresses_of.covers(word) or bool(self.addresses_of.places(word))
 
-    def _slot(self, node: Node, number: int, offset: int, word: int) -> PointerSlot:
+    def _slots(self, node: Node, items: Sequence[int], words: Sequence[tuple[int, int, int]]) -> list[PointerSlot]:
+        """Return the slots of the `words`, (item, parameter, offset) of each."""
+        index, found, slots = node.index, self.found, []
+        for item, number, offset in words:
+            word = items[item]
+            place = found.get(word) or self._place(number, word)
+            if place[0] != FIXED:
+                slots.append(PointerSlot(index, number, offset, *place))
+        return slots
+
+    def _place(self, number: int, word: int) -> tuple[int, int]:
         places = self.addresses_of.places(word)
         if len(places) != 1:
             raise Unknown(f"parameter {number}: {self.addresses_of.describe(word)}")
-        return PointerSlot(node.index, number, offset, *places[0])
+        place = self.found[word] = places[0]
+        return place

@@ -5,8 +5,12 @@ The first few sizes of a region have executables of their own, whose nodes may r
 executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the executable
 holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`). Such a size takes memory of the host only.
 Nothing is instantiated, and a second capture is made only for functions that were not seen before (`functions`). A
-graph with other nodes, edges or clusters gets another executable; a region has at most `bound` shared ones, and
-drops the one that was made for a size or chosen for one the longest time ago, with the graphs of its sizes.
+graph with other nodes or edges gets another executable; a region has at most `bound` shared ones, and drops the one
+that was made for a size or chosen for one the longest time ago, with the graphs of its sizes.
+
+Libraries choose clusters by size, too, which a launch can't change. So a region soon has as many combinations of
+clusters as sizes, and to instantiate a graph takes longer than a call. `ALIKE` executables are made that differ in
+nothing else; a further size launches its kernels one by one, and none is made for it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
-from torch_overlay._inductor.relaunch.sizes.executable import Executable, Shape
+from torch_overlay._inductor.relaunch.sizes.executable import attributes_of, Executable, Shape
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
@@ -24,12 +28,14 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
+    from torch_overlay._inductor.relaunch.sizes.executable import Attributes
 
 
 OWN = 4  # so many sizes have executables of their own
 # So many further sizes are captured at their second call, and more of them as long as captures took few seconds in all.
 EAGER = 16
-SECONDS = 1.0
+SECONDS = 4.0
+ALIKE = 4  # so many executables may differ in attributes of kernels alone
 
 
 class Sizes:
@@ -64,10 +70,8 @@ class Sizes:
     ) -> tuple[Arrangement, list[Any]]:
         """Return an arrangement of the captured graph, and launchers that follow it: of an executable that the graph
         fits, or of a new one."""
-        shape = Shape.of(graph, captured.recording.fixed, drawn)
-        for executable in self.executables:
-            if executable.shape != shape:
-                continue
+        shape, attributes = Shape.of(graph, captured.recording.fixed, drawn), attributes_of(graph)
+        for executable in self._alike(shape, attributes):
             arrangement = arrange(proven, executable.arrangement.starts)
             if executable.is_uncut:
                 arrangement = arrangement.whole or arrangement
@@ -75,14 +79,22 @@ class Sizes:
                 self.executables.remove(executable)
                 self.executables.insert(0, executable)
                 templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
-                return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
+                apart = executable.attributes != attributes
+                return arrangement, [a.like(t, apart) for a, t in zip(executable.launchers, templates, strict=True)]
         wanted = arrange(proven)
         arrangement, launchers = device.instantiate(captured, wanted, varies=graph)
         self.instantiated += 1
         is_uncut = len(arrangement.stages) < len(wanted.stages)
-        self.executables.insert(0, Executable(shape, arrangement, launchers, is_uncut))
+        self.executables.insert(0, Executable(shape, attributes, arrangement, launchers, is_uncut))
         del self.executables[self.bound :]
         return arrangement, launchers
+
+    def _alike(self, shape: Shape, attributes: Attributes) -> list[Executable]:
+        """Return the executables that a graph may use."""
+        alike = [executable for executable in self.executables if executable.shape == shape]
+        if same := [executable for executable in alike if executable.attributes == attributes]:
+            return same
+        return alike if len(alike) >= ALIKE and alike[0].can_launch_by_node else []
 
     def keeps(self, shared: Any) -> bool:
         """True if the executable that is shared by this is still kept."""
