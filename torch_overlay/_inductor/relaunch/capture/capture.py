@@ -55,7 +55,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.library_calls import Call
+    from torch_overlay._inductor.relaunch.capture.library_calls import Call, Repeat
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
@@ -78,13 +78,15 @@ class Captured:
     launches: Launches  # with the uses of these numbers
     asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
     calls: list[Call]  # of libraries, if they were noted
+    repeats: list[Repeat]  # calls that were left out
 
 
 class Capture:
     """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
     of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
     `numbers`: values of the inputs that are traced, by position. `shapes`: notes sizes that are computed from them.
-    `views`: how tensors lie that stand for those of the inputs, by position. `with_calls`: note calls of libraries."""
+    `views`: how tensors lie that stand for those of the inputs, by position. `with_calls`: note calls of libraries;
+    `leaves_out`: and leave out those that repeat an earlier one."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Capture:
         shapes: Shapes | None = None,
         views: Mapping[int, View] = MappingProxyType({}),
         with_calls: bool = False,
+        leaves_out: bool = False,
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
@@ -109,7 +112,7 @@ class Capture:
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
         self.operators = Operators(plan, recording, self.observer)
-        self.calls = LibraryCalls(recording, self.operators.run_leaf, with_calls)
+        self.calls = LibraryCalls(recording, self.operators, with_calls, leaves_out)
 
     def run(self, code: Code) -> Captured:
         with self.recording:
@@ -159,8 +162,9 @@ class Capture:
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked, self.calls.made
-        return Captured(layout, segments, learned, self.recording, places, seen, *proven)
+        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked
+        calls = self.calls.made, self.calls.repeats
+        return Captured(layout, segments, learned, self.recording, places, seen, *proven, *calls)
 
     def _check_kept(self) -> None:
         """Refuse if memory of the capture is still in use after it: its addresses will be invalid. The holder may be a

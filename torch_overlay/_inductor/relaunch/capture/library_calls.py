@@ -1,6 +1,6 @@
 """Notes the calls of library functions in a capture, and captures some of them again, alone.
 
-    calls = LibraryCalls(recording, run_leaf)
+    calls = LibraryCalls(recording, operators)
     with calls.noted(namespace):            # generated code calls them as attributes of the global `extern_kernels`
         region(inputs)
     again = capture_again(calls_of(calls.made, nodes), segments, other_recording)
@@ -8,6 +8,9 @@
 A library chooses kernels by size, so most sizes launch a function that no proof has seen. To prove such a node, its
 launch is needed at other addresses, and not that of the whole region. The tensors of a call are described by where they
 lay, for to hold them would change what the capture sees of their lives.
+
+Calls can be left out that are like an earlier one: all is equal that a library may choose a kernel by, which is sizes,
+strides, types and alignments of tensors, and numbers. `repeated_calls` adds their nodes.
 
 Note [What a library keeps between calls]
 A workspace is allocated by the first call that needs one, and used by later ones. So every call that allocated memory
@@ -27,12 +30,15 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.memory.outputs import View
 from torch_overlay._inductor.relaunch.proof.nodes import Segment
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.capture.operators import Operators
 
 LIBRARIES = "extern_kernels"
 FULL = 256  # no library checks for more alignment
@@ -47,16 +53,19 @@ class Differs(Exception):
 
 @dataclass(slots=True)
 class _Place:
-    """Where a tensor lay in the capture: its address, size, stride and type."""
+    """Where a tensor lay in the capture: its address, size, stride and type. `is_lazy`: its values are not those in its
+    memory, but their conjugates or negatives."""
 
     address: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_lazy: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Place:
-        return _Place(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        return _Place(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, is_lazy)
 
 
 class Call(NamedTuple):
@@ -71,6 +80,16 @@ class Call(NamedTuple):
     returns: bool
 
 
+class Repeat(NamedTuple):
+    """A call that was left out. `like`: the number of the call that it repeats; `addresses`: of its tensors; `at`: how
+    many nodes the graph had then; `time`: that of `allocations.Lives`."""
+
+    like: int
+    addresses: tuple[int, ...]
+    at: int
+    time: int
+
+
 class Again(NamedTuple):
     """A capture of some of the calls."""
 
@@ -79,11 +98,14 @@ class Again(NamedTuple):
 
 
 class LibraryCalls:
-    """The calls of one capture, if they are `wanted`. `run_leaf` runs a call of one of the `LEAVES`."""
+    """The calls of one capture, if they are `wanted`. `operators` runs calls of the `LEAVES`. With `leaves_out`, those
+    that repeat an earlier call are not made."""
 
-    def __init__(self, recording: Any, run_leaf: Callable[[Callable[[], Any]], Any], wanted: bool = True) -> None:
-        self.recording, self.run_leaf, self.wanted = recording, run_leaf, wanted
+    def __init__(self, recording: Any, operators: Operators, wanted: bool = True, leaves_out: bool = False) -> None:
+        self.recording, self.operators, self.wanted, self.leaves_out = recording, operators, wanted, leaves_out
         self.made: list[Call] = []
+        self.repeats: list[Repeat] = []
+        self._alike: dict[Any, int] = {}  # key -> number of the first such call
         self.thread = threading.get_ident()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,15 +113,27 @@ class LibraryCalls:
             return function(*args, **kwargs)
         recording = self.recording
         given, named = _exchanged(torch.Tensor, _Place.of, args, kwargs)
+        is_leaf = "out" in kwargs and any(function is leaf for leaf in LEAVES)
+        if self.leaves_out and is_leaf and self._repeats(function, given, named):
+            return kwargs["out"]
         nodes, allocations = recording.count(), recording.allocations_made()
         recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
-        if "out" in kwargs and any(function is leaf for leaf in LEAVES):
-            result = self.run_leaf(functools.partial(function, *args, **kwargs))
-        else:
-            result = function(*args, **kwargs)
+        call = functools.partial(function, *args, **kwargs)
+        result = self.operators.run_leaf(call) if is_leaf else call()
         made, allocated = range(nodes, recording.count()), tuple(recording.allocations(allocations))
         self.made.append(Call(function, given, named, made, allocated, returns="out" not in kwargs))
         return result
+
+    def _repeats(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Note a call that is like an earlier one, or otherwise that later ones may be like it."""
+        if (key := _key(function, args, kwargs)) is None:
+            return False
+        like = self._alike.setdefault(key, len(self.made))
+        if like == len(self.made):
+            return False
+        time = self.operators.leave_out()
+        self.repeats.append(Repeat(like, addresses_of(args, kwargs), self.recording.count(), time))
+        return True
 
     @contextlib.contextmanager
     def noted(self, namespace: dict[str, Any] | None) -> Iterator[None]:
@@ -135,6 +169,26 @@ def _exchanged(kind: type, by: Callable[[Any], Any], args: Any, kwargs: Any) -> 
         return value if type(value) in PLAIN else pytree.tree_map_only(kind, by, value)
 
     return tuple([one(value) for value in args]), {name: one(value) for name, value in kwargs.items()}
+
+
+def addresses_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the addresses of the tensors of a call, in whose place there are places."""
+    return tuple([value.address for value in (*args, *kwargs.values()) if type(value) is _Place])
+
+
+def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a key that calls have in common if they are alike; None if no other one can be like this one."""
+    parts: list[Any] = [function, *kwargs]
+    addresses: set[int] = set()
+    for value in (*args, *kwargs.values()):
+        if type(value) in PLAIN:
+            parts.append(exact(value))
+        elif type(value) is not _Place or value.is_lazy or not value.address or value.address in addresses:
+            return None
+        else:
+            addresses.add(value.address)
+            parts.append((value.size, value.stride, value.dtype, min(value.address & -value.address, FULL)))
+    return tuple(parts)
 
 
 def calls_of(made: Sequence[Call], nodes: set[int]) -> list[Call]:
@@ -181,6 +235,8 @@ class _Given:
         return self.known[at]
 
     def tensor(self, place: _Place) -> torch.Tensor:
+        if place.is_lazy:
+            raise Differs("an argument is a conjugate or a negative")
         address, view = place.address, View(place.size, place.stride, place.dtype)
         segment = self.segment_of(address, view.extent)
         offset, odd = divmod(address - segment.address, view.dtype.itemsize)

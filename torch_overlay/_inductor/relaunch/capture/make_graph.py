@@ -24,6 +24,7 @@ from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, 
 from torch_overlay._inductor.relaunch.capture.checks import check
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
+from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
@@ -35,6 +36,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
 from torch_overlay._inductor.relaunch.refusals import log
 from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 from torch_overlay._inductor.relaunch.sizes.functions import one_of_each, without
+from torch_overlay._inductor.relaunch.sizes.sizes import NoExecutable
 
 
 if TYPE_CHECKING:
@@ -87,6 +89,12 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     region itself raises; Escaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
+            if work.is_shared and not work.numbers and (numbers := work.sizes.stream_order()):
+                try:
+                    return _make_graph(work, numbers)
+                except (Differs, NoExecutable) as why:
+                    work.sizes.note_differs()
+                    log.info("each call of a library is captured: %s", why)
             return _make_graph(work)
     except (Escaped, torch.OutOfMemoryError):
         raise
@@ -96,7 +104,9 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
         raise
 
 
-def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
+def _make_graph(work: Work, numbers: Sequence[int] = ()) -> tuple[Arrangement, list[Any]]:
+    """`numbers`: those of the nodes of an executable, in the order of the stream, if calls are left out that repeat
+    earlier ones. Raises Differs or NoExecutable if none may be left out."""
     device, code, sizes = work.device, work.code, work.sizes
     check(work.model)
     holes = device.holes() if code.saved_outputs and not work.is_shared else []
@@ -108,17 +118,20 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
         return work.capture(recording, holes=holes, **options)
 
     with recordings(work) as record:
-        first = take(record(1), with_uses=with_uses, with_calls=with_calls)
+        noting = {"with_uses": with_uses, "with_calls": with_calls, "leaves_out": bool(numbers)}
+        first = take(record(1), **noting)
         for _ in range(ATTEMPTS - 1):
             if first.plan == work.plan:
                 break
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
-            first = take(record(1), with_uses=with_uses, with_calls=with_calls)
+            first = take(record(1), **noting)
         work = work._replace(plan=dataclasses.replace(work.plan, asked=first.asked))
         graph, lives = device.read(first), first.lives
         known = _known(work, graph)
         if (template := _prove_alone(work, first, graph, known, record)) is None:
+            if first.repeats:
+                raise Differs("a call that is not made twice launches an unknown function")
             second = take(record(2), numbers=others)
             try:
                 template = _prove(work, (first, second), graph, known)
@@ -136,7 +149,11 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
             second.recording.discard()
             sizes.functions.learn(template)
+        if first.repeats:
+            graph, template, lives = with_repeats(first, graph, template, numbers)
         copies = memcpy_nodes.moving(template)
+        if first.repeats and copies:
+            raise Differs("it has copies between memories, which need an executable of their own")
         if template.numbers and copies:
             raise Escaped(frozenset(work.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, work.namespace)

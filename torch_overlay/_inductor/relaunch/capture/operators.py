@@ -75,6 +75,13 @@ class Operators:
         with self.recording.without_modes():
             return self.run(None, call)
 
+    def leave_out(self) -> int:
+        """Let the time pass of an operator that is not run. Return the time."""
+        lives = self.placing.lives
+        if self.are_wanted:
+            lives.tick()
+        return lives.now
+
     def _in_group(self, call: Callable[[], Any]) -> Any:
         """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what
         they allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
 from torch_overlay._inductor.relaunch.sizes.executable import attributes_of, Executable, Shape
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
@@ -36,6 +37,12 @@ OWN = 4  # so many sizes have executables of their own
 EAGER = 16
 SECONDS = 4.0
 ALIKE = 4  # so many executables may differ in attributes of kernels alone
+FITTED = 2  # after so many graphs in a row that needed no executable, the next one will hardly need one
+DIFFERED = 4  # after so many captures from which no call could be left out, none is left out any more
+
+
+class NoExecutable(Exception):
+    """No executable has the nodes of a graph that can't be instantiated."""
 
 
 class Sizes:
@@ -48,6 +55,8 @@ class Sizes:
         self.executables: list[Executable] = []  # the latest first
         self.bound = bound
         self.captured = self.instantiated = 0  # graphs of further sizes, and how many of them had to be instantiated
+        self.fitted = 0  # so many graphs in a row used executables that there were
+        self.differed = 0
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
@@ -69,28 +78,47 @@ class Sizes:
         self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
     ) -> tuple[Arrangement, list[Any]]:
         """Return an arrangement of the captured graph, and launchers that follow it: of an executable that the graph
-        fits, or of a new one."""
+        fits, or of a new one. Raises NoExecutable if there is none, and calls were left out of the capture."""
         shape, attributes = Shape.of(graph, captured.recording.fixed, drawn), attributes_of(graph)
         for executable in self._alike(shape, attributes):
             arrangement = arrange(proven, executable.arrangement.starts)
-            if executable.is_uncut:
+            # Workspaces live longer where calls were left out, so that stages may seem to pay.
+            if executable.is_uncut or (captured.repeats and not executable.arrangement.stages):
                 arrangement = arrangement.whole or arrangement
             if executable.fits(arrangement):
                 self.executables.remove(executable)
                 self.executables.insert(0, executable)
+                self.fitted += 1
                 templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
                 apart = executable.attributes != attributes
                 return arrangement, [a.like(t, apart) for a, t in zip(executable.launchers, templates, strict=True)]
+        if captured.repeats:
+            raise NoExecutable("no executable has these nodes")
         wanted = arrange(proven)
         arrangement, launchers = device.instantiate(captured, wanted, varies=graph)
         self.instantiated += 1
+        self.fitted = 0
         is_uncut = len(arrangement.stages) < len(wanted.stages)
         self.executables.insert(0, Executable(shape, attributes, arrangement, launchers, is_uncut))
         del self.executables[self.bound :]
         return arrangement, launchers
 
-    def _alike(self, shape: Shape, attributes: Attributes) -> list[Executable]:
-        """Return the executables that a graph may use."""
+    def stream_order(self) -> tuple[int, ...]:
+        """Return the numbers of the nodes of the latest executable, in the order of the stream, if a further size will
+        hardly need one of its own. Otherwise return nothing."""
+        if not self.executables or self.differed == DIFFERED:
+            return ()
+        shape = self.executables[0].shape
+        if self.fitted < FITTED and not self._alike(shape, None):
+            return ()
+        return only_order(len(shape.kinds), shape.edges) or ()
+
+    def note_differs(self) -> None:
+        """Note that no call could be left out of a capture."""
+        self.differed += 1
+
+    def _alike(self, shape: Shape, attributes: Attributes | None) -> list[Executable]:
+        """Return the executables that a graph may use; without attributes, whatever its attributes are."""
         alike = [executable for executable in self.executables if executable.shape == shape]
         if same := [executable for executable in alike if executable.attributes == attributes]:
             return same
