@@ -86,13 +86,12 @@ class Recording:
     def within(self, pool):
         self.pools.append(pool)
         self.selected += 1
-        yield
-        self.selected -= 1
-
-    @contextlib.contextmanager
-    def without_modes(self):
-        with _disable_current_modes():
+        try:
             yield
+        finally:
+            self.selected -= 1
+
+    without_modes = staticmethod(_disable_current_modes)
 
     def allocations_made(self):
         return len(self.taken)
@@ -304,12 +303,12 @@ return x, x[1:3], a, a, n, None, none, a[2:]"""
                 seen.clear()
                 options = {"plan": Plan(detail=True), "with_calls": with_calls}
                 found = self.capture(text, vector(4, 4), **options)
-                self.assertEqual(
-                    (len(seen), len(found.calls)), (products, 2 - products)
-                )
-        self.assertEqual(
-            (len(set(self.recording.pools)), self.recording.selected), (2, 0)
-        )
+                self.assertEqual(len(seen), products)
+                self.assertEqual(len(found.calls), 2 - products)
+        self.assertEqual(len(set(self.recording.pools)), 2)
+        with self.assertRaises(ZeroDivisionError):
+            self.capture(text.replace("return ()", "1 / 0"), vector(4, 4), **options)
+        self.assertEqual((len(self.recording.pools), self.recording.selected), (3, 0))
 
     def test_numbers(self):
         text = "x, n = args\nreturn n, n * 2 + 1"

@@ -236,6 +236,10 @@ class TestPlacing(TestCase):
                 if error:
                     raise ZeroDivisionError
             self.assertEqual(self.recording.selected, [])
+        operators, _ = self.pools(Plan(detail=True), 8)
+        operators.run(None, self.allocate)
+        operators.end_group()
+        self.assertEqual(self.recording.selected, [])
 
     def test_leaf_runs_without_a_mode(self):
         for plan in (Plan(), Plan(watch=True), Plan(detail=True)):

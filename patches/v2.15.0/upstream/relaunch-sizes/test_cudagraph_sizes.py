@@ -175,11 +175,14 @@ class TestFunctions(TestCase):
         self.assertRegex(unknown[0], "parameter 1, offset 12: an address")
 
     def test_address_outside_of_the_segments(self):
-        """It is in the range of the capture, where nothing else has an address."""
-        far = 5 << 32
-        self.assertEqual(self.why(lambda at: (u64(at + 4096), u64(far)))[0].region, 0)
-        why = self.why(lambda at: (u64(at + 4096), u64(at + (1 << 20) - 1)))
-        self.assertRegex(why, "an address where there was none")
+        """It is in the range of the capture, GiB behind the segments."""
+        functions, lows = Functions(), (1 << 40, 2 << 40)
+        functions.learn(prove(*(self.graph(a, u64(a + 4096), FIVE) for a in lows)))
+        low, high = lows[0], lows[0] + (3 << 32)
+        for word, is_known in ((high - 8, False), (high, True), (low - 8, True)):
+            graph = self.graph(low, u64(low + 4096), u64(word))
+            graph = dataclasses.replace(graph, high=high)
+            self.assertEqual(functions.slots_of(graph)[1] == {}, is_known)
 
     def test_what_is_learned_later(self):
         """A proof finds another pointer of a function that was read before."""
