@@ -9,7 +9,11 @@ from unittest import mock
 
 import torch
 from torch._inductor.cudagraph_relaunch import csrc
-from torch._inductor.cudagraph_relaunch.address_space import AddressSpace
+from torch._inductor.cudagraph_relaunch.address_space import (
+    AddressSpace,
+    BLOCKS,
+    LARGEST,
+)
 from torch._inductor.cudagraph_relaunch.nodes import Refusal
 from torch.testing._internal import cuda_driver_stand_in, cuda_memory_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -155,6 +159,21 @@ class TestAddressSpace(TestCase):
         self.assertEqual(second.low, first.low + BLOCK)
         second.close()
         self.drop(first, address)
+
+    def test_blocks_of_many_inputs(self):
+        """Each takes the driver time."""
+        for inputs, block in (
+            (90 * MiB, BLOCK),
+            (BLOCKS * 24 * MiB, 24 * MiB),
+            (1 << 40, LARGEST),
+        ):
+            space = self.space(inputs=inputs)
+            with space:
+                address = self.alloc(100, 0, None)
+            other = self.space()
+            self.assertEqual(other.low - space.low, block)
+            other.close()
+            self.drop(space, address)
 
     def test_many_small_allocations_need_few_calls(self):
         space = self.space()

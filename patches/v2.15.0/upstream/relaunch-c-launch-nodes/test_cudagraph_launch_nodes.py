@@ -124,6 +124,13 @@ class TestLaunchNodes(TestCase):
         self.launch(one, 0x7000, STREAM)
         self.assertEqual(self.kinds(), LAUNCHED)  # the executable stayed as it was
 
+    def test_kernels_apart(self):
+        """The executable is neither set nor launched, however often they are."""
+        blocks = self.blocks(self.module.Shared(2, ((1, b""), (0, b"")), True))
+        for _ in range(6):
+            self.assertEqual(self.launch(blocks, 0x7000, STREAM), (0, 1))
+            self.assertEqual(self.kinds(), RUNS)
+
     def test_order_that_is_not_known(self):
         blocks = self.blocks(self.module.Shared(2))
         self.assertEqual(self.launch(blocks, 0x7000, STREAM), (2, 0))

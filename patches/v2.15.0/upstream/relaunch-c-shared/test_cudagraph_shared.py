@@ -9,7 +9,8 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.utils._triton import has_triton_package
 
 
-# Says with how many attributes a node launches its kernel, and the first of them.
+# Says with how many attributes a node launches its kernel, and the first of them;
+# and whether the kernels can only be launched one by one.
 PART = """
 #include "module.h"
 #include "shared.h"
@@ -23,7 +24,11 @@ static PyObject *seen(PyObject *module, PyObject *args) {
   of = &shared->attributes[node];
   return Py_BuildValue("IiK", of->count, of->attribute->id, of->attribute->value[0]);
 }
-static PyMethodDef methods[] = {{"seen", seen, METH_VARARGS}, {NULL}};
+static PyObject *refused(PyObject *module, PyObject *shared) {
+  return PyBool_FromLong(((Shared *)shared)->refused);
+}
+static PyMethodDef methods[] = {
+    {"seen", seen, METH_VARARGS}, {"refused", refused, METH_O}, {NULL}};
 PART(.module = "test", .methods = methods)
 """
 COUNT, SIZE = 7, 64  # attributes, and bytes of one
@@ -37,6 +42,7 @@ class TestShared(TestCase):
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         module, _ = cuda_driver_stand_in.build_module("", folder, part=PART)
         cls.Shared, cls.seen = module.relaunch.Shared, staticmethod(module.test.seen)
+        cls.refused = staticmethod(module.test.refused)
 
     def test_only_attributes_that_are_set_are_passed_on(self):
         values = [0, 0x200000001, 0, 5, 0, 0, 0xFF]
@@ -55,6 +61,15 @@ class TestShared(TestCase):
         for none in (self.Shared(2), self.Shared(2, None)):
             self.assertIsNone(none.launches)
             self.assertIsNone(self.seen(none, 0))
+
+    def test_apart(self):
+        for apart in (False, True):
+            shared = self.Shared(2, ((1, b""), (0, b"")), apart)
+            self.assertEqual(self.refused(shared), apart)
+            self.assertEqual(shared.launches, ((1, b""), (0, b"")))
+        self.assertFalse(self.refused(self.Shared(2)))
+        with self.assertRaises(TypeError):
+            self.Shared(1, None, True, 0)
 
     def test_errors(self):
         for error, text, launches in (

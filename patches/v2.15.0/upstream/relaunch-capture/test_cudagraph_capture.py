@@ -24,6 +24,7 @@ from torch._inductor.cudagraph_relaunch.outputs import (
     view_of,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 CPU = torch.device("cpu")
@@ -33,8 +34,8 @@ IS_REGION = captures.is_region
 
 
 class Recording:
-    """Addresses in a block of the host's memory. `apart` and `within` find what was
-    placed in them, as if an operator had allocated it."""
+    """Addresses in a block of the host's memory. `apart` finds what was placed in it, as
+    if an operator had allocated it. `pools`: those that were selected."""
 
     device = CPU
 
@@ -42,7 +43,7 @@ class Recording:
         self.block = torch.zeros(1 << 16, dtype=torch.uint8)
         self.low = self.next = -(-self.block.data_ptr() // 256) * 256
         self.taken, self.fixed, self.used = [], [], []
-        self.launched, self.pools, self.random = 0, [], None
+        self.launched, self.pools, self.random, self.selected = 0, [], None, 0
 
     def __enter__(self):
         return self
@@ -83,10 +84,20 @@ class Recording:
 
     @contextlib.contextmanager
     def within(self, pool):
-        made, before = [], len(self.taken)
-        yield made
-        made += [at for at, _ in self.taken[before:]]
         self.pools.append(pool)
+        self.selected += 1
+        try:
+            yield
+        finally:
+            self.selected -= 1
+
+    without_modes = staticmethod(_disable_current_modes)
+
+    def allocations_made(self):
+        return len(self.taken)
+
+    def allocations(self, first):
+        return self.taken[first:]
 
     def noting_lines(self, namespace):
         return contextlib.nullcontext()
@@ -122,6 +133,7 @@ class TestCapture(TestCase):
             return torch.empty_strided(size, stride, dtype=dtype)
 
         self.scope = scope = {"torch": torch, ALLOCATOR: empty, "place": self.place}
+        scope["extern_kernels"] = SimpleNamespace(mm=torch.mm)
         body = text.replace("new(", f"{ALLOCATOR}(").replace("\n", "\n    ")
         exec(f"def call(args):\n    {body}", scope)
         alignments = kwargs.pop("alignments", [256] * len(inputs))
@@ -276,6 +288,27 @@ return x, x[1:3], a, a, n, None, none, a[2:]"""
         first = [(made, n) for made in range(1, GROUP + 1)]
         self.assertEqual(lives, [*first, (n - 1, n + 1), (n, n + 1)])
         self.assertEqual(len(set(self.recording.pools)), 2)
+        self.assertEqual(self.recording.selected, 0)
+
+    def test_matrix_products_run_without_a_mode(self):
+        text = "(x,) = args\nfor _ in 'ab': extern_kernels.mm(x, x, out=x)\nreturn ()"
+        watch, seen = captures.Watch.__torch_dispatch__, []
+
+        def noting(self, func, *args):
+            seen.append(func)
+            return watch(self, func, *args)
+
+        with mock.patch.object(captures.Watch, "__torch_dispatch__", noting):
+            for with_calls, products in ((False, 2), (True, 0)):
+                seen.clear()
+                options = {"plan": Plan(detail=True), "with_calls": with_calls}
+                found = self.capture(text, vector(4, 4), **options)
+                self.assertEqual(len(seen), products)
+                self.assertEqual(len(found.calls), 2 - products)
+        self.assertEqual(len(set(self.recording.pools)), 2)
+        with self.assertRaises(ZeroDivisionError):
+            self.capture(text.replace("return ()", "1 / 0"), vector(4, 4), **options)
+        self.assertEqual((len(self.recording.pools), self.recording.selected), (3, 0))
 
     def test_numbers(self):
         text = "x, n = args\nreturn n, n * 2 + 1"

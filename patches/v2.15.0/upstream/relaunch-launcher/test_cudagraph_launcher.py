@@ -101,6 +101,24 @@ class TestLauncher(TestCase):
         self.assertEqual((executable, given, second.direct), (EXECUTABLE, shared, True))
         self.assertEqual([node.handle for node in nodes], [10, 11])
 
+    def test_kernels_with_other_attributes(self):
+        """They are launched one by one, for a launch can't set attributes."""
+        shared, asked = object(), []
+
+        def apart(shared, template):
+            asked.append((shared, template))
+            return "apart"
+
+        first = Launcher(Graph(), template([kernel(0, 10)]), True, shared)
+        with mock.patch.object(native, "apart", apart):
+            second = first.like(template([kernel(0, 20)]), apart=True)
+            self.assertEqual(asked, [(shared, second.template)])
+            third = second.like(template([kernel(0, 30)]))
+        self.assertEqual(len(asked), 1)
+        used = [made.exec.args[-1] for made in (first, second, third)]
+        self.assertEqual(used, [shared, "apart", shared])
+        self.assertEqual([made.shared for made in (second, third)], [shared] * 2)
+
     def test_copies_are_patched_from_python(self):
         node = CopyNode(0, 10, 1, 2, 64, 1, 1, 0, 0, 0, 0, src_on_host=True)
         with mock.patch.object(launcher, "upload") as upload:

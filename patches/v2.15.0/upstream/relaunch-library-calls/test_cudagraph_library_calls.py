@@ -68,9 +68,14 @@ class TestLibraryCalls(TestCase):
     def setUp(self):
         super().setUp()
         self.current = self.first = Recording()
-        self.calls = LibraryCalls(self.first)
+        self.leaves = 0
+        self.calls = LibraryCalls(self.first, self.run_leaf)
         self.library = SimpleNamespace(mm=self.mm, sort=self.sort)
         self.scope = {"extern_kernels": self.library}
+
+    def run_leaf(self, call):
+        self.leaves += 1
+        return call()
 
     def launch(self, name, *tensors):
         self.current.launched.append((name, [t.data_ptr() for t in tensors]))
@@ -226,9 +231,23 @@ class TestLibraryCalls(TestCase):
 
     def test_nothing_is_noted_unless_wanted(self):
         x = self.tensor(4, 4)
-        self.calls = LibraryCalls(self.first, wanted=False)
+        self.calls = LibraryCalls(self.first, self.run_leaf, wanted=False)
         self.note(lambda library: library.mm(x, x, out=x))
         self.assertEqual(self.calls.made, [])
+
+    def test_leaves(self):
+        """Calls of one operator that returns nothing new."""
+        x, y = self.tensor(4, 4).fill_(1), self.tensor(4, 4)
+        self.library.mm, self.library.cat = torch.mm, torch.cat
+        for call, leaves in (
+            (lambda library: library.mm(x, x, out=y), 1),
+            (lambda library: library.mm(x, x), 0),  # it returns memory
+            (lambda library: library.cat([x[:2], x[2:]], out=y), 0),
+        ):
+            self.leaves = 0
+            self.note(call)
+            self.assertEqual(self.leaves, leaves)
+        self.assertEqual([call.returns for call in self.calls.made], [0, 1, 0])
 
 
 if __name__ == "__main__":

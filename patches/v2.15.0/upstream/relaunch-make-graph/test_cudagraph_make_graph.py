@@ -121,7 +121,12 @@ class Device:
 
     def instantiate(self, captured, arrangement, varies=None):
         self.made.append(varies is not None)
-        return arrangement, [SimpleNamespace(shared=len(self.made), like=lambda t: t)]
+
+        def like(template, apart):
+            assert not apart
+            return template
+
+        return arrangement, [SimpleNamespace(shared=len(self.made), like=like)]
 
     @property
     def gaps(self):

@@ -1,6 +1,7 @@
 # Owner(s): ["module: inductor"]
 
 import ctypes
+import dataclasses
 import tempfile
 import unittest
 from unittest import mock
@@ -84,6 +85,17 @@ class TestNative(TestCase):
         fill = FillNode(3, 13, 0x1000, 0, 4, 16, 1, 0)
         template = Template(1, (*nodes, fill), ())
         self.assertIsNone(native.shared(template, (2, 1, 0, 3)).launches)
+
+    def test_kernels_apart_from_the_executable(self):
+        native.implementation()
+        nodes = kernel(0), EmptyNode(1, 11), kernel(2)
+        shared = native.shared(Template(1, nodes, ()), (2, 1, 0))
+        cluster = bytes(64) + (2).to_bytes(64, "little") + bytes(5 * 64)
+        others = [dataclasses.replace(nodes[0], attributes=cluster), *nodes[1:]]
+        template = Template(1, tuple(others), ())
+        made = native.apart(shared, template)
+        self.assertEqual(made.launches, ((2, b""), (0, cluster)))
+        self.assertEqual(shared.launches, ((2, b""), (0, b"")))
 
     def test_module_that_cannot_be_built(self):
         self.extension.side_effect = csrc.NotBuiltError("there is no compiler")

@@ -18,10 +18,12 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 class Recording:
-    """Gives out memory of the host, and counts nodes that the test says there are."""
+    """Gives out memory of the host, and counts nodes that the test says there are.
+    `made`: the allocations that operators made."""
 
     def __init__(self):
-        self.views, self.nodes = [], 0
+        self.views, self.nodes, self.made = [], 0, []
+        self.selected, self.modes = [], True  # pools; are there dispatch modes?
 
     def place(self, view):
         self.views.append(view)
@@ -29,6 +31,29 @@ class Recording:
 
     def count(self):
         return self.nodes
+
+    def new_pool(self):
+        return object()
+
+    @contextlib.contextmanager
+    def within(self, pool):
+        self.selected.append(pool)
+        try:
+            yield
+        finally:
+            self.selected.remove(pool)
+
+    def allocations_made(self):
+        return len(self.made)
+
+    def allocations(self, first):
+        return self.made[first:]
+
+    @contextlib.contextmanager
+    def without_modes(self):
+        self.modes = False
+        yield
+        self.modes = True
 
 
 def empty(size, stride, dtype):
@@ -88,7 +113,7 @@ class TestPlacing(TestCase):
         x, y, out = (torch.randn(2, 2) for _ in range(3))
         ran = []
 
-        def run(number, call, makes):
+        def run(number, call):
             self.recording.nodes += 2
             ran.append(number)
             return call()
@@ -109,11 +134,12 @@ class TestPlacing(TestCase):
             (dict(second.reads), dict(second.writes)), ({x: 16}, {made: 16})
         )
         self.assertEqual((first.first, second.first), (4, 6))
+        self.assertEqual(ran, [None, None, 0])
         self.assertEqual(placing.results, [(made, 16)])
 
     def test_products_are_noted_only_for_uses(self):
         placing = self.make()
-        with Watch(placing, lambda number, call, makes: call()):
+        with Watch(placing, lambda number, call: call()):
             torch.mm(torch.randn(2, 2), torch.randn(2, 2))
         self.assertIsNone(placing.products)
 
@@ -132,8 +158,6 @@ class TestPlacing(TestCase):
         apart = SimpleNamespace(segments=dict(segments), requested=requested)
         apart.count, apart.once = len(segments), requested < 1000
         self.recording.apart = lambda asked: contextlib.nullcontext(apart)
-        self.recording.within = lambda pool: contextlib.nullcontext([*apart.segments])
-        self.recording.new_pool = object
         placing = self.make()
         return Operators(plan, self.recording, placing), placing
 
@@ -144,7 +168,7 @@ class TestPlacing(TestCase):
             self.placed.clear()
             segments = (at, 2 << 20), (0x10, 4096)
             operators, placing = self.pools(plan, requested, *segments)
-            self.assertIs(operators.run(3, lambda: made, True), made)
+            self.assertIs(operators.run(3, lambda: made), made)
             # An address that was used twice may have held what was larger.
             self.assertEqual(self.placed, {at: size})
             rest = (requested - 100 + 511) // 512 * 512
@@ -156,21 +180,75 @@ class TestPlacing(TestCase):
     def test_other_operators(self):
         for plan, wanted in ((Plan(), False), (Plan(watch=True), True)):
             operators, placing = self.pools(plan, 8, (0x10, 8))
-            self.assertEqual(operators.run(0, lambda: 5, True), 5)
+            self.assertEqual(operators.run(0, lambda: 5), 5)
             self.assertEqual((operators.are_wanted, placing.scratch), (wanted, {}))
             self.assertEqual(placing.lives.now, int(wanted))
 
     def test_groups_of_operators(self):
-        operators, placing = self.pools(Plan(detail=True), 8, (0x10, 8))
+        operators, placing = self.pools(Plan(detail=True), 8)
         for number in range(GROUP + 1):
             pool = operators.group.pool
-            operators.run(number, lambda: None, False)
+            operators.run(None, lambda: self.allocate(0x10 * (1 + number)))  # noqa: B023
             is_new = number in (0, GROUP)
             self.assertEqual(operators.group.pool is not pool, is_new)
-        self.assertEqual(operators.group.calls, 1)
+        operators.run(None, self.allocate)
+        self.assertEqual(operators.group.calls, 2)
         operators.end_group()
-        life = placing.lives.life(0x10, 8)
-        self.assertEqual((life.made, life.freed), (GROUP + 1, GROUP + 2))
+        for number, freed in ((0, 2), (GROUP - 1, 2), (GROUP, 3)):
+            life = placing.lives.life(0x10 * (1 + number), 8)
+            self.assertEqual((life.made, life.freed), (number + 1, GROUP + freed))
+
+    def allocate(self, *addresses):
+        """Run what allocates in the one pool that is selected."""
+        (pool,) = self.recording.selected
+        self.recording.made += [(at, 8) for at in addresses]
+        return pool
+
+    def test_pool_stays_selected_until_it_has_a_segment(self):
+        """To select one takes longer than most operators do, and few allocate."""
+        operators, placing = self.pools(Plan(detail=True), 8)
+        with operators:
+            pools = [operators.run(None, self.allocate) for _ in range(GROUP - 2)]
+            self.assertEqual(self.recording.selected, pools[:1])
+            pools.append(operators.run(None, lambda: self.allocate(0x10)))
+            # Others would get what the operator has freed.
+            self.assertEqual(self.recording.selected, [])
+            pools.append(operators.run(None, self.allocate))  # it may get that
+            self.assertEqual(self.recording.selected, [])
+            self.assertEqual(len(set(pools)), 1)
+            another = operators.run(None, self.allocate)  # of the next group
+            self.assertEqual(self.recording.selected, [another])
+            self.assertIsNot(another, pools[0])
+        self.assertEqual(placing.lives.made, {0x10: GROUP - 1})
+
+    def test_pool_without_a_segment_serves_any_number_of_operators(self):
+        operators, _ = self.pools(Plan(detail=True), 8)
+        pools = [operators.run(None, self.allocate) for _ in range(3 * GROUP)]
+        self.assertEqual(self.recording.selected, pools[:1])
+        self.assertEqual(len(set(pools)), 1)
+
+    def test_no_pool_is_selected_at_the_end(self):
+        for error in (False, True):
+            operators, _ = self.pools(Plan(detail=True), 8)
+            with contextlib.suppress(ZeroDivisionError), operators:
+                operators.run(None, self.allocate)
+                self.assertEqual(len(self.recording.selected), 1)
+                if error:
+                    raise ZeroDivisionError
+            self.assertEqual(self.recording.selected, [])
+        operators, _ = self.pools(Plan(detail=True), 8)
+        operators.run(None, self.allocate)
+        operators.end_group()
+        self.assertEqual(self.recording.selected, [])
+
+    def test_leaf_runs_without_a_mode(self):
+        for plan in (Plan(), Plan(watch=True), Plan(detail=True)):
+            operators, placing = self.pools(plan, 8)
+            with operators:
+                self.assertIs(operators.run_leaf(lambda: self.recording.modes), False)
+                self.assertEqual(len(self.recording.selected), int(plan.detail))
+            self.assertTrue(self.recording.modes)
+            self.assertEqual(placing.lives.now, int(operators.are_wanted))
 
 
 if __name__ == "__main__":

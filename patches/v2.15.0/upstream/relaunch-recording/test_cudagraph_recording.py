@@ -12,6 +12,7 @@ from torch._inductor.cudagraph_relaunch import recording as recordings
 from torch._inductor.cudagraph_relaunch.outputs import View
 from torch._inductor.cudagraph_relaunch.recording import Recording
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 LOW, HIGH = 0x7E00_0000_0000, 0x7F00_0000_0000
@@ -249,12 +250,37 @@ class TestRecording(TestCase):
         self.assertEqual((apart.segments, apart.requested, apart.count), ({}, 0, 0))
 
     def test_within(self):
-        made = self.record()
-        made.space.allocate(8)
-        with made.within(made.new_pool()) as addresses:
-            at = made.space.allocate(8)
-            self.assertEqual(addresses, [])
-        self.assertEqual(addresses, [at])
+        made, seen = self.record(), []
+        pool = made.new_pool()
+        with made, made.capturing((), False):
+            selected = self.allocator.selected
+            before, first = [*selected], made.allocations_made()
+            with made.within(pool):
+                seen.append([*selected])
+                at = made.space.allocate(8)
+                with made.apart((0, 0)):
+                    self.assertNotIn(pool.id, selected)
+                seen.append([*selected])
+            self.assertEqual(selected, before)
+        self.assertEqual(seen, [[pool.id]] * 2)
+        self.assertEqual(made.allocations(first), [(at, 8)])
+        self.check_nothing_is_left()
+
+    def test_without_modes(self):
+        seen, made = [], self.record()
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        x, out = torch.ones(2, 2), torch.empty(2, 2)
+        with Mode():
+            with made.without_modes():
+                torch.mm(x, x, out=out)
+            self.assertEqual(seen, [])
+            torch.mm(x, x)
+        self.assertEqual((out, len(seen)), (torch.full((2, 2), 2.0), 1))
 
     def test_random_numbers(self):
         def generator(seed, offset):

@@ -5,9 +5,20 @@ from unittest import mock
 
 from torch._inductor.cudagraph_relaunch import sizes as module
 from torch._inductor.cudagraph_relaunch.arrange import Arrangement, Stage
-from torch._inductor.cudagraph_relaunch.nodes import CapturedGraph, EmptyNode, Template
+from torch._inductor.cudagraph_relaunch.nodes import (
+    CapturedGraph,
+    EmptyNode,
+    KernelNode,
+    Template,
+)
 from torch._inductor.cudagraph_relaunch.outputs import Layout
-from torch._inductor.cudagraph_relaunch.sizes import EAGER, OWN, SECONDS, Sizes
+from torch._inductor.cudagraph_relaunch.sizes import (
+    ALIKE,
+    EAGER,
+    OWN,
+    SECONDS,
+    Sizes,
+)
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -15,30 +26,41 @@ LAYOUT = Layout((), (), (), ())
 
 
 class Launcher:
-    """A launcher of an executable, which a number stands for."""
+    """A launcher of an executable, which has a number."""
 
-    def __init__(self, executable, template):
-        self.executable = self.shared = executable
-        self.template = template
+    def __init__(self, shared, template, apart=False):
+        self.shared, self.template, self.apart = shared, template, apart
 
-    def like(self, template):
-        return Launcher(self.executable, template)
+    @property
+    def executable(self):
+        return self.shared.number
+
+    def like(self, template, apart):
+        return Launcher(self.shared, template, apart)
 
 
 class Device:
-    """Makes executables of arrangements."""
+    """Makes executables of arrangements. `order`: what `Shared.launches` is."""
 
-    made = 0
+    made, order = 0, ()
 
     def instantiate(self, captured, arrangement, varies):
         assert isinstance(varies, CapturedGraph)  # what the executable is made of
         self.made += 1
         templates = [s.template for s in arrangement.stages] or [arrangement.template]
-        return arrangement, [Launcher(self.made, template) for template in templates]
+        shared = SimpleNamespace(number=self.made, launches=self.order)
+        return arrangement, [Launcher(shared, template) for template in templates]
 
 
 def state(**fields):
     return SimpleNamespace(**{"relaunch": None, "spent": 0.0, "alone": False, **fields})
+
+
+def clusters(*sizes):
+    """A graph of kernels that are launched in clusters of these sizes."""
+    launch = "mm", 7, 0, 0, (1, 1, 1), (32, 1, 1), 0, ()
+    nodes = [KernelNode(i, 10 + i, *launch, bytes([n])) for i, n in enumerate(sizes)]
+    return CapturedGraph(tuple(nodes), ((0, 1),), (), 0, 1)
 
 
 def graph(nodes=2, **fields):
@@ -105,6 +127,42 @@ class TestSizes(TestCase):
         ):
             self.launchers(sizes, given, **kwargs)
         self.assertEqual((self.device.made, len(sizes.executables)), (7, 7))
+
+    def given(self, sizes, *clusters_of, **kwargs):
+        """What graphs get: the number of their executable, and are they apart?"""
+        made = [
+            self.launchers(sizes, clusters(*each), **kwargs)[1] for each in clusters_of
+        ]
+        return [(each[0].executable, each[0].apart) for each in made]
+
+    def test_graphs_that_differ_in_clusters(self):
+        sizes = Sizes(8)
+        few = [(n, 1) for n in range(1, 1 + ALIKE)]
+        self.assertEqual(
+            self.given(sizes, *few), [(n, False) for n in range(1, 1 + ALIKE)]
+        )
+        # The fifth combination, and further ones, use the latest executable.
+        self.assertEqual(self.given(sizes, (9, 1), (1, 9)), [(ALIKE, True)] * 2)
+        self.assertEqual(self.given(sizes, few[0], (9, 1)), [(1, False), (1, True)])
+        self.assertEqual((self.device.made, sizes.instantiated), (ALIKE, ALIKE))
+        # Another shape has as many.
+        self.assertEqual(self.given(sizes, (9, 1, 1)), [(1 + ALIKE, False)])
+
+    def test_clusters_of_kernels_that_may_run_side_by_side(self):
+        self.device.order = None
+        wanted = [(n, False) for n in range(1, 3 + ALIKE)]
+        many = [(n, 1) for n in range(1, 3 + ALIKE)]
+        self.assertEqual(self.given(Sizes(8), *many), wanted)
+
+    def test_stages_with_other_clusters(self):
+        sizes, cut = Sizes(8), {"stages": [[0], [1]]}
+        self.given(sizes, *[(n, 1) for n in range(1, 1 + ALIKE)], **cut)
+        _, made = self.launchers(sizes, clusters(9, 1), **cut)
+        self.assertEqual([each.apart for each in made], [True, True])
+        # Stages that no executable has are instantiated, whatever their clusters.
+        _, made = self.launchers(sizes, clusters(9, 1))
+        self.assertEqual([each.apart for each in made], [False])
+        self.assertEqual(self.device.made, 1 + ALIKE)
 
     def test_stages(self):
         sizes = Sizes(8)

@@ -4,7 +4,11 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
-from torch._inductor.cudagraph_relaunch.executable import Executable, Shape
+from torch._inductor.cudagraph_relaunch.executable import (
+    attributes_of,
+    Executable,
+    Shape,
+)
 from torch._inductor.cudagraph_relaunch.functions import Functions, without
 from torch._inductor.cudagraph_relaunch.nodes import (
     CapturedGraph,
@@ -126,7 +130,7 @@ class TestFunctions(TestCase):
 
     def test_address_where_there_was_none(self):
         why = self.why(lambda at: (u64(at + 4096), u64(at + 4200)))
-        self.assertRegex(why, "k: parameter 1: an address where there was none")
+        self.assertRegex(why, "k: parameter 1, offset 0: an address where")
 
     def test_address_in_a_structure(self):
         for at in (0, 8, 4):
@@ -143,6 +147,54 @@ class TestFunctions(TestCase):
         self.assertRegex(self.why(lambda at: (u64(7), u64(5))), "outside the range")
         freed = self.why(lambda at: (u64(at + 16384), u64(5)))
         self.assertRegex(freed, "in no allocation")
+
+    def test_address_in_the_middle_of_a_word(self):
+        for at, value in ((4, 36), (8, 41)):
+
+            def build(low):
+                word = u64(low + 4096)
+                return u64(low + 4096), bytes(at) + word + bytes(value - at - 8)  # noqa: B023
+
+            why = self.why(build, bytes(value))
+            self.assertRegex(why, f"parameter 1, offset {at}: an address")
+
+    def test_pointers_among_numbers_in_a_structure(self):
+        """With a word of four bytes before, one after, and a byte."""
+        functions, lows = Functions(), (1 << 40, 2 << 40)
+
+        def value(low):
+            return bytes(4) + u64(low + 4096, 5, low + 4160) + bytes(5)
+
+        functions.learn(prove(*(self.graph(a, b"?", value(a)) for a in lows)))
+        slots, unknown = functions.slots_of(self.graph(3 << 40, b"!", value(3 << 40)))
+        self.assertEqual(unknown, {})
+        self.assertEqual(slots, [(0, 1, 4, 0, 0), (0, 1, 20, 0, 64)])
+        low = lows[0]
+        numbers = bytes(4) + u64(low + 4096, low + 4200, low + 4160) + bytes(5)
+        slots, unknown = functions.slots_of(self.graph(low, b"!", numbers))
+        self.assertRegex(unknown[0], "parameter 1, offset 12: an address")
+
+    def test_address_outside_of_the_segments(self):
+        """It is in the range of the capture, GiB behind the segments."""
+        functions, lows = Functions(), (1 << 40, 2 << 40)
+        functions.learn(prove(*(self.graph(a, u64(a + 4096), FIVE) for a in lows)))
+        low, high = lows[0], lows[0] + (3 << 32)
+        for word, is_known in ((high - 8, False), (high, True), (low - 8, True)):
+            graph = self.graph(low, u64(low + 4096), u64(word))
+            graph = dataclasses.replace(graph, high=high)
+            self.assertEqual(functions.slots_of(graph)[1] == {}, is_known)
+
+    def test_what_is_learned_later(self):
+        """A proof finds another pointer of a function that was read before."""
+        functions, lows = Functions(), (1 << 40, 2 << 40)
+        at = lows[0] + 4096
+        graph = self.graph(lows[0], u64(at), u64(at))
+        for build, wanted in (
+            (lambda a: (u64(a), u64(0)), {0}),
+            (lambda a: (u64(a), u64(a)), set()),
+        ):
+            functions.learn(prove(*(self.graph(a, *build(a + 4096)) for a in lows)))
+            self.assertEqual(functions.slots_of(graph)[1].keys(), wanted)
 
     def test_structure_that_is_shorter(self):
         functions, lows = Functions(), (1 << 40, 2 << 40)
@@ -221,7 +273,6 @@ class TestExecutable(TestCase):
         for node in (
             EmptyNode(0, 0),
             dataclasses.replace(first, ctx=1),
-            dataclasses.replace(first, attributes=b"cluster"),
         ):
             changed.append(dataclasses.replace(self.graph, nodes=(node, *rest)))
         for graph in changed:
@@ -229,11 +280,41 @@ class TestExecutable(TestCase):
         self.assertNotEqual(self.shape(self.graph, fixed=(1 << 40,)), wanted)
         self.assertNotEqual(self.shape(self.graph, drawn=(8,)), wanted)
 
+    def test_attributes(self):
+        """They are apart from the shape, for kernels can be launched one by one."""
+        first, *rest = self.graph.nodes
+        first = dataclasses.replace(first, attributes=b"cluster")
+        graph = dataclasses.replace(self.graph, nodes=(first, *rest))
+        self.assertEqual(self.shape(graph), self.shape(self.graph))
+        self.assertEqual(attributes_of(self.graph), (b"",) * 4)
+        for nodes in (graph.nodes, (EmptyNode(0, 0), *graph.nodes)):
+            graph = dataclasses.replace(self.graph, nodes=nodes)
+            self.assertEqual(attributes_of(graph), (b"cluster", b"", b"", b""))
+
+    def executable(self, arrangement, *launchers):
+        shape, attributes = self.shape(self.graph), attributes_of(self.graph)
+        return Executable(shape, attributes, arrangement, [*launchers])
+
+    def test_kernels_one_by_one(self):
+        """Each stage has to know the order of its kernels."""
+
+        def launcher(launches):
+            return SimpleNamespace(shared=SimpleNamespace(launches=launches))
+
+        known, unknown, alone = launcher(()), launcher(None), SimpleNamespace(shared=5)
+        for launchers, wanted in (
+            ((known, known), True),
+            ((known, unknown), False),
+            ((alone,), False),
+        ):
+            made = self.executable(None, *launchers)
+            self.assertEqual(made.can_launch_by_node, wanted)
+
     def test_stages(self):
         def arrangement(*stages):
             return SimpleNamespace(stages=[SimpleNamespace(nodes=s) for s in stages])
 
-        made = Executable(self.shape(self.graph), arrangement((0, 1), (2, 3)), [])
+        made = self.executable(arrangement((0, 1), (2, 3)))
         self.assertTrue(made.fits(arrangement((0, 1), (2, 3))))
         for other in (arrangement(), arrangement((0,), (1, 2, 3)), arrangement((0, 1))):
             self.assertFalse(made.fits(other))

@@ -118,9 +118,9 @@ class TestStates(TestCase):
         self.assertTrue(states.is_shared(state))
         self.assertFalse(states.waits(state))
         for _ in range(16):
-            states.sizes.note_capture(0.1)
+            states.sizes.note_capture(0.5)
         self.assertTrue(states.waits(state))
-        state.spent = 0.2
+        state.spent = 0.6
         self.assertFalse(states.waits(state))
         state.spent, state.relaunch = 0.0, graph()
         self.assertFalse(states.waits(state))
