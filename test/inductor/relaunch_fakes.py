@@ -212,6 +212,7 @@ class Recording:
         self.fixed: list[int] = []
         self.operations: list[Any] = []
         self.closed = False
+        self.pool: Any = None  # that the thread's allocations come from
         device.open += 1
 
     def __enter__(self) -> Recording:
@@ -266,8 +267,13 @@ class Recording:
     def new_pool(self) -> Any:
         return object()
 
+    @contextlib.contextmanager
     def within(self, pool: Any) -> Any:
-        return contextlib.nullcontext()
+        before, self.pool = self.pool, pool
+        try:
+            yield
+        finally:
+            self.pool = before
 
     @contextlib.contextmanager
     def without_modes(self) -> Any:

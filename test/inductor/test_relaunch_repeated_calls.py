@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 import types
@@ -134,6 +135,32 @@ def region(args):
                 self.assertEqual(have.view(n, 64), x @ self.weights[0])
 
         self.assertEqual(self.grow(run, 2, call), [2] * 2, "512 bytes are as much as none, 64 are less")
+
+    def test_places_between_aligned_ones_tell_calls_apart(self):
+        def lead(a, *, out):
+            return torch.add(a, a.data_ptr() % 64 // 4, out=out)
+
+        source = """
+def region(args):
+    x, n = args
+    args.clear()
+    made = []
+    for offset in (4, 12, 20, 28):
+        a = empty_strided_cuda((n, 64), (64, 1), torch.float32)
+        b = empty_strided_cuda((n * 64 + 32,), (1,), torch.float32)
+        torch.mul(x, 1, out=b[offset:][: n * 64].view(n, 64))
+        extern_kernels.lead(b[offset:][: n * 64].view(n, 64), out=a)
+        made.append(a)
+    return tuple(made)
+"""
+        run = self.runner(source, extern_kernels=self.leaves(lead=lead))
+
+        def call(run, n):
+            x = torch.randn(n, 64)
+            for have, want in zip(run([x, n]), (4, 12, 4, 12), strict=True):
+                self.assertEqual(have, x + want)
+
+        self.grow(run, 2, call)
 
     def test_numbers_tell_calls_apart(self):
         def scale(a, factor, *, out):
@@ -280,6 +307,103 @@ def region(args):
 
     def test_of_the_first_call(self):
         self.check(keeps=True)
+
+    def allocator(self):
+        """Functions that take and give back memory of n rows. What was given back is taken next in the same pool."""
+        free = collections.defaultdict(list)
+
+        def pool():
+            recording = getattr(self.device.thread, "recording", None)
+            return recording and free[recording, recording.pool]
+
+        def take(n):
+            if (mine := pool()) is None:
+                return torch.empty(n, 64)
+            return mine.pop() if mine else self.device.thread.recording.allocate((n, 64), (64, 1), torch.float32)
+
+        def give_back(part):
+            if (mine := pool()) is not None:
+                mine.append(part)
+
+        return take, give_back
+
+    def mixed(self, mm, twice):
+        """A region of products and an operator that returns memory of its own."""
+        source = """
+def region(args):
+    x, w, n = args
+    args.clear()
+    made = []
+    a = twice(x)
+    for _ in range(3):
+        b = empty_strided_cuda((n, 64), (64, 1), torch.float32)
+        extern_kernels.mm(a, w, out=b)
+        a = twice(b)
+        made.append(a)
+        del b
+    last = empty_strided_cuda((n, 64), (64, 1), torch.float32)
+    torch.mul(made.pop(), 1, out=last)
+    while made:
+        torch.add(last, made.pop(), out=last)
+    return (last,)
+"""
+        self.enterContext(mock.patch.object(library_calls, "LEAVES", (mm,)))
+        run = self.runner(source, extern_kernels=types.SimpleNamespace(mm=mm), twice=twice)
+
+        def call(run, n):
+            x, w = torch.randn(n, 64), torch.randn(64, 64) / 8
+            a, want = 2 * x, 0
+            for _ in range(3):
+                a = 2 * (a @ w)
+                want = want + a
+            self.assertEqual(run([x, w, n])[0], want, f"size {n}", atol=1e-4, rtol=1e-4)
+
+        return self.grow(run, 4, call)
+
+    def test_that_another_operator_gets_afterwards(self):
+        take, give_back = self.allocator()
+
+        def mm(x, w, *, out):
+            part = take(len(x))
+            torch.mm(x, w, out=part)
+            torch.add(part, 0, out=out)
+            give_back(part)
+            return out
+
+        def twice(x):
+            return torch.mul(x, 2, out=take(len(x)))
+
+        self.assertEqual(self.mixed(mm, twice), [4 + 2 + 3] * 4)
+
+    def test_beside_tensors_that_are_given(self):
+        """The first operator took the segment, in which the workspace and later results lie."""
+        segments = {}
+
+        def part():
+            recording = getattr(self.device.thread, "recording", None)
+            if recording is None:
+                return torch.empty(self.n, 64)
+            if recording not in segments:
+                parts = recording.allocate((self.n * 5, 64), (64, 1), torch.float32).chunk(5)
+                segments[recording] = [parts[k] for k in (1, 0, 2, 3, 4)]  # the workspace is the second
+            return segments[recording].pop(0)
+
+        workspaces = {}
+
+        def mm(x, w, *, out):
+            recording = getattr(self.device.thread, "recording", None)
+            if recording not in workspaces:
+                workspaces[recording] = part()
+            torch.mm(x, w, out=workspaces[recording][: len(x)])
+            return torch.add(workspaces[recording][: len(x)], 0, out=out)
+
+        def twice(x):
+            self.n = len(x)
+            return torch.mul(x, 2, out=part()[: len(x)])
+
+        workspaces[None] = torch.empty(64, 64)
+        whole = 4 + 6 + 3
+        self.assertEqual(self.mixed(mm, twice), [whole - 4, whole] * sizes.DIFFERED)
 
     def test_in_stages(self):
         self.cut_into_stages()

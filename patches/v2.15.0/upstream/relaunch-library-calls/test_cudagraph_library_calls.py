@@ -4,8 +4,10 @@ import contextlib
 import threading
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+from torch._inductor.cudagraph_relaunch import library_calls as module
 from torch._inductor.cudagraph_relaunch.library_calls import (
     calls_of,
     capture_again,
@@ -22,7 +24,7 @@ class Recording:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.block = torch.zeros(1 << 14, dtype=torch.uint8)
+        self.block = torch.zeros(1 << 15, dtype=torch.uint8)
         self.next = -(-self.block.data_ptr() // 256) * 256
         self.taken, self.launched, self.random = [], [], None
 
@@ -68,14 +70,18 @@ class TestLibraryCalls(TestCase):
     def setUp(self):
         super().setUp()
         self.current = self.first = Recording()
-        self.leaves = 0
-        self.calls = LibraryCalls(self.first, self.run_leaf)
+        self.leaves, self.apart, self.times = 0, set(), iter(range(5, 100))
+        self.calls = LibraryCalls(self.first, self)
         self.library = SimpleNamespace(mm=self.mm, sort=self.sort)
         self.scope = {"extern_kernels": self.library}
 
-    def run_leaf(self, call):
+    def run_leaf(self, call, apart):
         self.leaves += 1
+        self.apart.add(apart)
         return call()
+
+    def leave_out(self):
+        return next(self.times)
 
     def launch(self, name, *tensors):
         self.current.launched.append((name, [t.data_ptr() for t in tensors]))
@@ -231,7 +237,7 @@ class TestLibraryCalls(TestCase):
 
     def test_nothing_is_noted_unless_wanted(self):
         x = self.tensor(4, 4)
-        self.calls = LibraryCalls(self.first, self.run_leaf, wanted=False)
+        self.calls = LibraryCalls(self.first, self, wanted=False)
         self.note(lambda library: library.mm(x, x, out=x))
         self.assertEqual(self.calls.made, [])
 
@@ -248,6 +254,89 @@ class TestLibraryCalls(TestCase):
             self.note(call)
             self.assertEqual(self.leaves, leaves)
         self.assertEqual([call.returns for call in self.calls.made], [0, 1, 0])
+        self.assertEqual((self.calls.repeats, self.apart), ([], {False}))
+
+    def left_out(self, *calls):
+        """Calls of a leaf with (arguments, out), where one like an earlier one is left
+        out. Return for each call that is the number of the earlier one."""
+
+        def leaf(*args, out):
+            self.launch("leaf", out)
+            return out
+
+        leaves = mock.patch.object(module, "LEAVES", (leaf,))
+        self.library.leaf, self.leaves = leaf, 0
+        self.calls = LibraryCalls(self.first, self, leaves_out=True)
+
+        def region(library):
+            for args, out in calls:
+                self.assertIs(library.leaf(*args, out=out), out)
+
+        with leaves:
+            self.note(region)
+        self.assertEqual(self.leaves, len(self.calls.made))
+        self.assertEqual(len(calls), len(self.calls.made) + len(self.calls.repeats))
+        return [repeat.like for repeat in self.calls.repeats]
+
+    def test_calls_that_are_left_out(self):
+        x, w, a, b, c = (self.tensor(4, 4) for _ in range(5))
+        calls = [((x, w), a), ((x,), b), ((a, w), b), ((b,), c)]
+        self.assertEqual(self.left_out(*calls), [0, 1])
+        first, second = self.calls.repeats
+        places = [tuple(t.data_ptr() for t in each) for each in ((a, w, b), (b, c))]
+        self.assertEqual((first.at, first.time, first.addresses), (2, 5, places[0]))
+        self.assertEqual((second.at, second.time, second.addresses), (2, 6, places[1]))
+        self.assertEqual(self.apart, {True})  # no result may get what calls had
+
+    def test_other_calls_are_made(self):
+        x, w, a, b = (self.tensor(4, 4) for _ in range(4))
+        self.calls = LibraryCalls(self.first, self, leaves_out=True)
+
+        def region(library):
+            for out in (a, b):
+                library.mm(x, w, out=out)
+                library.sort(out)
+
+        self.note(region)
+        self.assertEqual((len(self.calls.made), self.calls.repeats), (4, []))
+
+    def test_tensors_tell_calls_apart(self):
+        out, other = self.tensor(8, 4), self.tensor(8, 4)
+        for alike, first, second in (
+            (True, self.tensor(4, 4), self.tensor(4, 4)),
+            (False, self.tensor(4, 4), self.tensor(4, 2)),
+            (False, self.tensor(4, 4), self.tensor(4, 4).t()),
+            (False, self.tensor(4, 4), self.tensor(4, 4, dtype=torch.int32)),
+            (False, self.tensor(4, 4), self.tensor(4, 4, alignment=128)),
+            (False, self.tensor(64)[4:8], self.tensor(64)[12:16]),  # 16 bytes, 48 bytes
+            (True, self.tensor(128)[4:8], self.tensor(128)[68:72]),
+            (False, self.tensor(0, 4), self.tensor(0, 4)),
+        ):
+            found = self.left_out(((first,), out), ((second,), other))
+            self.assertEqual(found, [0] * alike, (first.shape, second.shape))
+
+    def test_same_tensor_twice(self):
+        x, y, out = self.tensor(4, 4), self.tensor(4, 4), self.tensor(4, 4)
+        self.assertEqual(self.left_out(((x, x), out), ((y, y), out)), [])
+        self.assertEqual(self.left_out(((x, y), x), ((y, x), y)), [])
+
+    def test_numbers_tell_calls_apart(self):
+        x, out = self.tensor(4, 4), self.tensor(4, 4)
+        values = [1, True, 1.0, 0.0, -0.0, "1", None, float("nan"), torch.float32]
+        calls = [((x, value), out) for value in values]
+        self.assertEqual(self.left_out(*calls), [])
+        self.assertEqual(self.left_out(*calls, *calls), [*range(len(values) - 1)])
+        self.assertEqual(self.left_out(((x, (1,)), out), ((x, (1,)), out)), [])
+
+    def test_conjugates_and_negatives(self):
+        x, y = (self.tensor(4, 4, dtype=torch.complex64) for _ in range(2))
+        out = self.tensor(4, 4, dtype=torch.complex64)
+        for lazy in (torch.Tensor.conj, torch._neg_view):
+            self.assertEqual(self.left_out(((lazy(x),), out), ((lazy(y),), out)), [])
+            self.assertEqual(self.left_out(((x,), out), ((lazy(y),), out)), [])
+            with self.assertRaisesRegex(Differs, "a conjugate or a negative"):
+                self.again(self.calls.made[1].nodes.start)
+            self.current = self.first
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch._inductor.cudagraph_relaunch import (
     capture as captures,
-    checks,
+    library_calls,
     make_graph as module,
 )
 from torch._inductor.cudagraph_relaunch.allocations import ALLOCATOR, Plan
@@ -82,6 +82,21 @@ class Recording:
 
     def count(self):
         return len(self.launched)
+
+    def allocations_made(self):
+        return len(self.taken)
+
+    def allocations(self, first):
+        return self.taken[first:]
+
+    def without_modes(self):
+        return contextlib.nullcontext()
+
+    def new_pool(self):
+        return contextlib.nullcontext()
+
+    def within(self, pool):
+        return pool
 
     def graph(self, segments):
         nodes = [
@@ -165,6 +180,14 @@ kernel.run(x, a, 4, stream=0)
 b = new((4,), (1,), torch.float32)
 kernel.run(a, b, n, stream=0)
 return (b,)"""
+
+
+LAYERS = """x, n = args
+args.clear()
+for _ in range(CALLS):
+    x, y = new((n,), (1,), torch.float32), x
+    extern_kernels.leaf(y, out=x)
+return (x,)"""
 
 
 class TestMakeGraph(TestCase):
@@ -265,6 +288,33 @@ class TestMakeGraph(TestCase):
         values = [value for _, value in template.nodes[1].parameters]
         self.assertEqual(values[2], (9).to_bytes(8, "little"))
 
+    def test_calls_of_libraries_that_repeat_earlier_ones(self):
+        def leaf(x, *, out):
+            self.scope["kernel"].run(x, out, len(out), stream=0)
+
+        self.enterContext(mock.patch.object(library_calls, "LEAVES", (leaf,)))
+
+        def captures(n, calls=3, **plan):
+            """Return how many kernels were launched in each recording."""
+            text = LAYERS.replace("CALLS", str(calls))
+            plan = Plan(frozenset([calls - 1]), **plan)
+            work = self.work(text, plan, n, is_shared=True)
+            self.scope["extern_kernels"] = SimpleNamespace(leaf=leaf)
+            before = len(self.device.recordings)
+            arrangement, _ = make_graph(work)
+            self.assertEqual(len(arrangement.template.nodes), calls)
+            made = self.device.recordings[before:]
+            return [len(recording.launched) for recording in made]
+
+        self.assertEqual([captures(n) for n in (4, 5, 6)], [[3, 1], [3], [3]])
+        # The first call is like no other, for its input has another size.
+        self.assertEqual([captures(n) for n in (7, 8)], [[2], [2]])
+        # No executable has as many nodes, or draws random numbers.
+        self.assertEqual(captures(9, calls=4), [2, 4])
+        self.assertEqual([captures(n) for n in (10, 11, 12)], [[3], [3], [2]])
+        self.assertEqual(captures(13, drawn=(8,)), [2, 3])
+        self.assertEqual((self.device.made, self.sizes.differed), ([True] * 3, 2))
+
     def test_holes_of_the_allocator(self):
         code = Code("forward", 0, saved_outputs=frozenset([0]))
         make_graph(self.work(code=code))
@@ -281,25 +331,12 @@ class TestMakeGraph(TestCase):
         )  # n and a grid of it, twice
         self.assertIsNotNone(sized.scratch)
 
-    def test_collectives(self):
-        call = "torch.ops._c10d_functional.wait_tensor(x)"
-        text = REGION.replace("return", f"{call}\nreturn")
+    def test_checks_come_first(self):
+        text = f"{REGION}\ntorch.ops._c10d_functional.wait_tensor(x)"
         for make in (make_graph, lambda work: make_graph_for_any_size(work, None)):
-            with self.assertRaisesRegex(Refusal, "it contains collectives") as caught:
+            with self.assertRaisesRegex(Refusal, "it contains collectives"):
                 make(self.work(text))
-            self.assertEqual(caught.exception.reason, "collective")
         self.assertEqual(self.device.recordings, [])
-
-    def test_other_checks(self):
-        def refuse(model):
-            self.assertIn("kernel", checks.names_in(model))
-            raise Refusal("streams", "it has to order the caller's streams")
-
-        with (
-            mock.patch.object(checks, "checks", [refuse]),
-            self.assertRaisesRegex(Refusal, "the caller's streams"),
-        ):
-            make_graph(self.work())
 
     def test_one_capture_at_a_time(self):
         self.assertTrue(module.capturing.acquire(blocking=False))

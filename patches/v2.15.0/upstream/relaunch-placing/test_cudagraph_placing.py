@@ -250,6 +250,27 @@ class TestPlacing(TestCase):
             self.assertTrue(self.recording.modes)
             self.assertEqual(placing.lives.now, int(operators.are_wanted))
 
+    def test_leaves_that_share_memory_with_no_result(self):
+        """With detail, groups hold no results."""
+        for plan in (Plan(), Plan(watch=True), Plan(detail=True)):
+            operators, _ = self.pools(plan, 8)
+            with operators:
+                pools = [operators.run_leaf(self.allocate, apart=True) for _ in "ab"]
+                self.assertIs(pools[0], pools[1])
+                selected = [] if not plan.detail else pools[:1]
+                self.assertEqual(self.recording.selected, selected)
+            with contextlib.suppress(ZeroDivisionError), operators:
+                operators.run_leaf(lambda: 1 / 0, apart=True)
+            self.assertEqual(self.recording.selected, [])
+
+    def test_time_passes_for_what_is_left_out(self):
+        for plan in (Plan(), Plan(watch=True), Plan(detail=True)):
+            operators, placing = self.pools(plan, 8)
+            times = [operators.leave_out(), operators.leave_out()]
+            self.assertEqual(times, [1, 2] if operators.are_wanted else [0, 0])
+            operators.run(None, lambda: None)
+            self.assertEqual(placing.lives.now, 3 * int(operators.are_wanted))
+
 
 if __name__ == "__main__":
     run_tests()

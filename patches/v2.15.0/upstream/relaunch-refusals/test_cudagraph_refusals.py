@@ -6,9 +6,16 @@ from unittest import mock
 
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
-from torch._inductor.cudagraph_relaunch import capture, prove, refusals, signatures
+from torch._inductor.cudagraph_relaunch import (
+    capture,
+    checks,
+    prove,
+    refusals,
+    signatures,
+)
 from torch._inductor.cudagraph_relaunch.causes import CAUSES, of_partition
 from torch._inductor.cudagraph_relaunch.compiled_code import Code
+from torch._inductor.cudagraph_relaunch.nodes import Refusal
 from torch._inductor.cudagraph_relaunch.refusals import refuse, Refused
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -26,7 +33,7 @@ def raised(module):
 
 class TestCauses(TestCase):
     def test_refusals_have_causes(self):
-        modules = capture, prove, signatures
+        modules = capture, checks, prove, signatures
         codes = {code for module in modules for code in raised(module)}
         self.assertGreater(len(codes), 8)
         self.assertEqual(codes - CAUSES.keys(), set())
@@ -88,6 +95,29 @@ class TestRefusals(TestCase):
         ):
             refuse(Refused(CODE, "kept", "512 bytes"))
         self.assertEqual(len(refusals.refused()), 1)
+
+
+class TestChecks(TestCase):
+    def test_collectives(self):
+        def call(args):
+            return ops._c10d_functional.wait_tensor(args[0])  # noqa: F821
+
+        with self.assertRaisesRegex(Refusal, "collectives ._c10d_functional") as caught:
+            checks.check(call)
+        self.assertEqual(caught.exception.reason, "collective")
+        checks.check(lambda args: args)
+        checks.check(mock.Mock())  # there is no code to look at
+
+    def test_other_checks(self):
+        def refuse(model):
+            self.assertIn("kernel", checks.names_in(model))
+            raise Refusal("streams", "it has to order the caller's streams")
+
+        with (
+            mock.patch.object(checks, "checks", [refuse]),
+            self.assertRaisesRegex(Refusal, "the caller's streams"),
+        ):
+            checks.check(lambda args: args.kernel)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,17 @@ class TestWithRepeats(TestCase):
         with self.assertRaisesRegex(Differs, "in no region"):
             self.expand()
 
+    def test_memory_beside_a_tensor(self):
+        """A workspace may lie in the segment of a tensor that an operator made."""
+        for at, inside in ((60, False), (61, True), (64, True), (65, False)):
+            self.places[1] = self.place(AT[1] + at)
+            if inside:
+                slots = self.expand()[1].slots
+                self.assertIn((3, 0, 0, 3, 64 - at), slots)
+                continue
+            with self.assertRaisesRegex(Differs, "beside one of its tensors"):
+                self.expand()
+
 
 if __name__ == "__main__":
     run_tests()

@@ -1,5 +1,6 @@
 # Owner(s): ["module: inductor"]
 
+import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +15,10 @@ from torch._inductor.cudagraph_relaunch.nodes import (
 from torch._inductor.cudagraph_relaunch.outputs import Layout
 from torch._inductor.cudagraph_relaunch.sizes import (
     ALIKE,
+    DIFFERED,
     EAGER,
+    FITTED,
+    NoExecutable,
     OWN,
     SECONDS,
     Sizes,
@@ -82,10 +86,15 @@ class TestSizes(TestCase):
             Stage(tuple(nodes), LAYOUT, Template(0, (), (), (i,)), (), (), ())
             for i, nodes in enumerate(parts)
         )
-        return Arrangement(LAYOUT, template, stages, tuple(range(len(stages))))
+        whole = Arrangement(LAYOUT, template)
+        numbers = tuple(range(len(stages)))
+        return Arrangement(LAYOUT, template, stages, numbers, whole=whole)
 
-    def launchers(self, sizes, graph, template=None, stages=(), fixed=(), drawn=()):
+    def launchers(
+        self, sizes, graph, template=None, stages=(), fixed=(), drawn=(), repeats=()
+    ):
         captured = SimpleNamespace(recording=SimpleNamespace(fixed=fixed))
+        captured.repeats = repeats
         template = template or Template(0, graph.nodes, ())
         proven = template, stages
         return sizes.launchers(self.device, captured, graph, proven, drawn)
@@ -181,6 +190,62 @@ class TestSizes(TestCase):
         third = self.launchers(sizes, graph(4))[1][0].shared
         kept = [sizes.keeps(shared) for shared in (first, second, third)]
         self.assertEqual(kept, [True, False, True])
+
+    def test_calls_were_left_out(self):
+        """There is no graph of the driver's that could be instantiated."""
+        sizes, left_out = Sizes(8), {"repeats": ["a call"]}
+        with self.assertRaisesRegex(NoExecutable, "has these nodes"):
+            self.launchers(sizes, graph(), **left_out)
+        self.launchers(sizes, graph())
+        _, (made,) = self.launchers(sizes, graph(), **left_out)
+        self.assertEqual((made.executable, sizes.fitted), (1, 1))
+        # Workspaces live longer then, so that stages may seem to pay.
+        cut = {"stages": [[0], [1]]}
+        found, made = self.launchers(sizes, graph(), **cut, **left_out)
+        self.assertEqual((found.stages, len(made), sizes.fitted), ((), 1, 2))
+        self.launchers(sizes, graph(), **cut)
+        self.assertEqual((self.device.made, sizes.fitted), (2, 0))
+        _, made = self.launchers(sizes, graph(), **cut, **left_out)
+        self.assertEqual([each.executable for each in made], [2, 2])
+        for other in (graph(3), graph(partial=((0, 1),))):
+            with self.assertRaises(NoExecutable):
+                self.launchers(sizes, other, **left_out)
+        self.assertEqual((self.device.made, len(sizes.executables)), (2, 2))
+
+    def test_order_for_a_graph_that_will_hardly_need_an_executable(self):
+        sizes, order = Sizes(8), clusters(1, 1)
+        order = dataclasses.replace(order, edges=((1, 0),))
+        self.assertEqual(sizes.stream_order(), ())
+        for _ in range(1 + FITTED):
+            self.assertEqual(sizes.stream_order(), ())
+            self.launchers(sizes, order)
+        self.assertEqual(sizes.stream_order(), (1, 0))
+        self.launchers(sizes, graph(3))  # it is instantiated
+        self.assertEqual(sizes.stream_order(), ())
+        self.launchers(sizes, order)
+        self.assertEqual(sizes.stream_order(), ())
+        self.launchers(sizes, order)
+        self.assertEqual(sizes.stream_order(), (1, 0))
+        for _ in range(1 + FITTED):
+            self.launchers(sizes, graph(3))
+        self.assertEqual(sizes.stream_order(), ())  # node 2 may run beside the others
+
+    def test_order_for_any_clusters(self):
+        for order, wanted in (((), (0, 1)), (None, ())):
+            sizes, self.device.order = Sizes(8), order
+            for n in range(ALIKE):
+                self.assertEqual(sizes.stream_order(), ())
+                self.launchers(sizes, clusters(1 + n, 1))
+            self.assertEqual(sizes.stream_order(), wanted)
+
+    def test_captures_from_which_no_call_can_be_left_out(self):
+        sizes = Sizes(8)
+        for _ in range(1 + FITTED):
+            self.launchers(sizes, graph())
+        for _ in range(DIFFERED):
+            self.assertEqual(sizes.stream_order(), (0, 1))
+            sizes.note_differs()
+        self.assertEqual(sizes.stream_order(), ())
 
     def test_sizes_that_wait_for_a_capture(self):
         sizes, new = Sizes(8), state(spent=0.2)

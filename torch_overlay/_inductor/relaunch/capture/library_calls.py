@@ -10,7 +10,8 @@ launch is needed at other addresses, and not that of the whole region. The tenso
 lay, for to hold them would change what the capture sees of their lives.
 
 Calls can be left out that are like an earlier one: all is equal that a library may choose a kernel by, which is sizes,
-strides, types and alignments of tensors, and numbers. `repeated_calls` adds their nodes.
+strides, types and alignments of tensors, and numbers. `repeated_calls` adds their nodes. They use again what memory the
+earlier one had. So then calls have a pool of their own, or an operator's result might lie there by now.
 
 Note [What a library keeps between calls]
 A workspace is allocated by the first call that needs one, and used by later ones. So every call that allocated memory
@@ -61,6 +62,10 @@ class _Place:
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_lazy: bool
+
+    @property
+    def view(self) -> View:
+        return View(self.size, self.stride, self.dtype)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Place:
@@ -119,7 +124,7 @@ class LibraryCalls:
         nodes, allocations = recording.count(), recording.allocations_made()
         recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
         call = functools.partial(function, *args, **kwargs)
-        result = self.operators.run_leaf(call) if is_leaf else call()
+        result = self.operators.run_leaf(call, apart=self.leaves_out) if is_leaf else call()
         made, allocated = range(nodes, recording.count()), tuple(recording.allocations(allocations))
         self.made.append(Call(function, given, named, made, allocated, returns="out" not in kwargs))
         return result
@@ -132,7 +137,8 @@ class LibraryCalls:
         if like == len(self.made):
             return False
         time = self.operators.leave_out()
-        self.repeats.append(Repeat(like, addresses_of(args, kwargs), self.recording.count(), time))
+        addresses = tuple([place.address for place in places_of(args, kwargs)])
+        self.repeats.append(Repeat(like, addresses, self.recording.count(), time))
         return True
 
     @contextlib.contextmanager
@@ -171,9 +177,9 @@ def _exchanged(kind: type, by: Callable[[Any], Any], args: Any, kwargs: Any) -> 
     return tuple([one(value) for value in args]), {name: one(value) for name, value in kwargs.items()}
 
 
-def addresses_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the addresses of the tensors of a call, in whose place there are places."""
-    return tuple([value.address for value in (*args, *kwargs.values()) if type(value) is _Place])
+def places_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Place]:
+    """Return the places that stand for the tensors of a call."""
+    return [value for value in (*args, *kwargs.values()) if type(value) is _Place]
 
 
 def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -187,7 +193,7 @@ def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             return None
         else:
             addresses.add(value.address)
-            parts.append((value.size, value.stride, value.dtype, min(value.address & -value.address, FULL)))
+            parts.append((value.size, value.stride, value.dtype, value.address % FULL))
     return tuple(parts)
 
 
@@ -237,7 +243,7 @@ class _Given:
     def tensor(self, place: _Place) -> torch.Tensor:
         if place.is_lazy:
             raise Differs("an argument is a conjugate or a negative")
-        address, view = place.address, View(place.size, place.stride, place.dtype)
+        address, view = place.address, place.view
         segment = self.segment_of(address, view.extent)
         offset, odd = divmod(address - segment.address, view.dtype.itemsize)
         if odd:

@@ -34,6 +34,7 @@ class Operators:
         self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
         self.asked = dict(plan.asked)
         self.group = _Group()
+        self.leaves: Any = None  # a pool
         self.selected = contextlib.ExitStack()
 
     def __enter__(self) -> Operators:
@@ -70,10 +71,15 @@ class Operators:
                 lives.note(address)
         return result
 
-    def run_leaf(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that returns nothing new, and calls no other: no dispatch mode has to see it."""
+    def run_leaf(self, call: Callable[[], Any], apart: bool = False) -> Any:
+        """Run an operator that returns nothing new, and calls no other: no dispatch mode has to see it. `apart`: where
+        it has memory, no result of an operator may lie, now or later."""
         with self.recording.without_modes():
-            return self.run(None, call)
+            if not apart or self.plan.detail:  # no group has results
+                return self.run(None, call)
+            self.leaves = self.leaves or self.recording.new_pool()
+            with self.recording.within(self.leaves):
+                return self.run(None, call)
 
     def leave_out(self) -> int:
         """Let the time pass of an operator that is not run. Return the time."""

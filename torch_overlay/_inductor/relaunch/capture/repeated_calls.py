@@ -4,7 +4,8 @@ A deep model calls a library with the same shapes in each of its layers, and the
 capture. A call that is like an earlier one (`library_calls.LibraryCalls`) would launch the nodes of that one, with its
 own tensors in the place of its tensors. So it is not made. Once it is known where the nodes of the earlier one hold
 pointers, they are copied. A pointer into a tensor of the earlier call becomes one into the same argument of the call
-that was left out. Any other pointer, into a workspace, stays, and the workspace lives on until then.
+that was left out. Any other pointer, into a workspace, stays, and the workspace lives on until then. A workspace and a
+tensor may lie in one region, which is a segment of the allocator's: then no call can be left out.
 
 This gives the nodes, but no graph of the driver's, so nothing can be instantiated. The nodes are numbered as those of
 an executable that there is, or are launched one by one.
@@ -16,7 +17,7 @@ import dataclasses
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.capture.library_calls import addresses_of, Differs
+from torch_overlay._inductor.relaunch.capture.library_calls import Differs, places_of
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot
 from torch_overlay._inductor.relaunch.proof.prove import AddressMap
@@ -61,7 +62,9 @@ def with_repeats(
         moved = moves.of(repeat)
         for _, parameter, offset, region, delta in slots_of[source]:
             if region in moved:
-                region, shift = moved[region]
+                tensor, region, shift = moved[region]
+                if delta not in tensor:
+                    raise Differs("a call uses memory beside one of its tensors")
                 delta += shift
             else:
                 moves.keep(region, repeat.time)
@@ -80,17 +83,18 @@ class _Moves:
     def __init__(self, captured: Captured, graph: CapturedGraph) -> None:
         self.calls, self.lives = captured.calls, list(captured.lives)
         self.addresses = AddressMap(graph)
-        self.latest: tuple[Repeat | None, Mapping[int, tuple[int, int]]] = None, {}
+        self.latest: tuple[Repeat | None, Mapping[int, tuple[range, int, int]]] = None, {}
 
-    def of(self, repeat: Repeat) -> Mapping[int, tuple[int, int]]:
-        """Return the region in place of each region of the earlier call, and how many bytes farther its tensor lies."""
+    def of(self, repeat: Repeat) -> Mapping[int, tuple[range, int, int]]:
+        """Return for each region of the earlier call where its tensor lies in it, the region in place of it, and how
+        many bytes farther the other tensor lies in that one."""
         if self.latest[0] is not repeat:
             call, found = self.calls[repeat.like], {}
-            for address, other in zip(addresses_of(call.args, call.kwargs), repeat.addresses, strict=True):
-                (region, delta), (new, moved) = self._place(address), self._place(other)
+            for place, other in zip(places_of(call.args, call.kwargs), repeat.addresses, strict=True):
+                (region, delta), (new, moved) = self._place(place.address), self._place(other)
                 if region in found:
                     raise Differs("two tensors of a call share their memory")
-                found[region] = new, moved - delta
+                found[region] = range(delta, delta + place.view.extent), new, moved - delta
             self.latest = repeat, found
         return self.latest[1]
 
