@@ -198,11 +198,11 @@ class Watch(TorchDispatchMode):
     def __init__(
         self,
         observer: Observer,
-        run: Callable[[int | None, Callable[[], Any]], Any],
+        run: Callable[[int | None, functools.partial[Any]], Any],
         tuned_in: dict[str, Any] | None = None,
     ) -> None:
-        """Take `run(number, call)`, which runs an operator. `number` counts those that may return new tensors; it is
-        None for others."""
+        """Take `run(number, call)`, which runs an operator: `call.args` are its function, its arguments, and those by
+        name. `number` counts those that may return new tensors; it is None for others."""
         super().__init__()
         self.observer, self.run, self.tuned_in = observer, run, tuned_in
         self.count = self.makers = 0
@@ -214,10 +214,10 @@ class Watch(TorchDispatchMode):
         self.count += 1
         self.observer.opaque |= getattr(func, "namespace", "") not in OURS
         if not _makes(func):
-            return self.run(None, lambda: self.observer.operator(func, args, kwargs))
+            return self.run(None, functools.partial(self.observer.operator, func, args, kwargs))
         number, self.makers = self.makers, self.makers + 1
         given = storages((args, kwargs))
-        result = self.run(number, lambda: self.observer.operator(func, args, kwargs))
+        result = self.run(number, functools.partial(self.observer.operator, func, args, kwargs))
         made = storages(result)
         self.observer.note_results(number, {address: made[address] for address in made.keys() - given.keys()})
         return result

@@ -1,20 +1,29 @@
-"""Runs the operators of a region in a capture, and finds out what they allocate."""
+"""Runs the operators of a region in a capture, and finds out what they allocate.
+
+To ask the allocator how much an operator has allocated takes longer than to run it. An operator that was run before
+with the same sizes, strides, types and numbers allocates as much, if the segments are those of then.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any, TYPE_CHECKING
 
+import torch
+
 from torch_overlay._inductor.relaunch.capture.allocations import tensors
+from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.memory.packing import aligned
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import functools
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.allocations import Plan
     from torch_overlay._inductor.relaunch.capture.placing import Placing
 
+PLAIN = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout
 GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
 
 
@@ -33,6 +42,7 @@ class Operators:
         self.plan, self.recording, self.placing = plan, recording, placing
         self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
         self.asked = dict(plan.asked)
+        self._before: dict[Any, tuple[int, int, list[int]]] = {}  # key -> allocations, bytes, those of the segments
         self.group = _Group()
         self.leaves: Any = None  # a pool
         self.selected = contextlib.ExitStack()
@@ -43,7 +53,7 @@ class Operators:
     def __exit__(self, *exc_info: object) -> None:
         self.selected.close()
 
-    def run(self, number: int | None, call: Callable[[], Any]) -> Any:
+    def run(self, number: int | None, call: functools.partial[Any]) -> Any:
         """Run an operator. `number` is None if it returns nothing new. An operator of the plan allocates in a pool of
         its own. With `plan.detail`, so does every operator with a number: memory of a result lives as long as the
         result, other memory only as long as the operator runs."""
@@ -53,8 +63,16 @@ class Operators:
         lives.tick()
         if number is None or not (planned or self.plan.detail):
             return self._in_group(call) if self.plan.detail else call()
-        with self.recording.apart(self.plan.asked.get(number)) as apart:
+        asked = self.plan.asked.get(number)
+        key = _key(*call.args) if asked is None else None
+        before = self._before.get(key) if key is not None else None
+        with self.recording.apart(before[:2] if before is not None else asked) as apart:
             result = call()
+        sizes = sorted(apart.segments.values())
+        if before is not None and sizes != before[2]:
+            apart.count, apart.requested = -1, sum(sizes)  # at most
+        elif before is None and key is not None:
+            self._before[key] = apart.count, apart.requested, sizes
         if apart.segments:
             self.asked[number] = apart.count, apart.requested
         results = {t.untyped_storage().data_ptr(): t for t in tensors(result)}
@@ -71,7 +89,7 @@ class Operators:
                 lives.note(address)
         return result
 
-    def run_leaf(self, call: Callable[[], Any], apart: bool = False) -> Any:
+    def run_leaf(self, call: functools.partial[Any], apart: bool = False) -> Any:
         """Run an operator that returns nothing new, and calls no other: no dispatch mode has to see it. `apart`: where
         it has memory, no result of an operator may lie, now or later."""
         with self.recording.without_modes():
@@ -88,7 +106,7 @@ class Operators:
             lives.tick()
         return lives.now
 
-    def _in_group(self, call: Callable[[], Any]) -> Any:
+    def _in_group(self, call: functools.partial[Any]) -> Any:
         """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what
         they allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""
         group, recording = self.group, self.recording
@@ -117,3 +135,18 @@ class Operators:
         for address in self.group.addresses:
             lives.freed[address] = lives.now + 1
         self.group = _Group()
+
+
+def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a key that calls of an operator have in common if they allocate as much; None if that is not known."""
+    parts: list[Any] = [function, *kwargs]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            parts.append((value.size(), value.stride(), value.dtype))
+        elif isinstance(value, PLAIN) or (
+            isinstance(value, (list, tuple)) and all(isinstance(v, PLAIN) for v in value)
+        ):
+            parts.append(exact(value))
+        else:
+            return None
+    return tuple(parts)
