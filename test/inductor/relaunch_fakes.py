@@ -35,6 +35,7 @@ from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch.launch.launcher import ByNode
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -358,8 +359,7 @@ class Launcher:
         self.bases: dict[int, int] = {}
         self.calls: list[list[int]] = []  # regions that each patch gave
 
-    def like(self, template: Any, apart: bool = False) -> Launcher:
-        assert not apart
+    def like(self, template: Any) -> Launcher:
         made = Launcher(self.device, self.in_order(template))
         made.shared = self.shared
         return made
@@ -412,7 +412,6 @@ class NativeLauncher(Launcher):
         template: Any,
         varies: Any = None,
         of: NativeLauncher | None = None,
-        apart: bool = False,
     ) -> None:
         super().__init__(device, template)
         if of is None:
@@ -427,8 +426,7 @@ class NativeLauncher(Launcher):
             self.of, self.places, self.run, self.shared = of, of.places, of.run, of.shared
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(self.nodes_of, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        used = self._apart(template) if apart else self.shared
-        parts = nodes, template.slots, template.regions, template.numbers, used
+        parts = nodes, template.slots, template.regions, template.numbers, self.shared
         self.exec = device.native.Exec(handle, *parts)
 
     def _shared(self, graph: Any) -> Any:
@@ -436,12 +434,8 @@ class NativeLauncher(Launcher):
         launches = None if order is None else tuple((i, b"") for i in order if i in self.place)
         return self.device.native.Shared(1 + max(self.place, default=-1), launches)
 
-    def like(self, template: Any, apart: bool = False) -> NativeLauncher:
-        return NativeLauncher(self.device, self.in_order(template), of=self, apart=apart)
-
-    def _apart(self, template: Any) -> Any:
-        with mock.patch.object(native, "implementation", lambda: self.device.native):
-            return native.apart(self.shared, template)
+    def like(self, template: Any) -> NativeLauncher:
+        return NativeLauncher(self.device, self.in_order(template), of=self)
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -618,6 +612,13 @@ class FakeDevice:
             made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order)), varies))
         self.launchers += made
         return arrangement, made
+
+    def order_of(self, captured: Any, graph: Any) -> Any:
+        return only_order(len(graph.nodes), graph.edges) if self.native else None
+
+    def by_node(self, template: Any, order: Any) -> ByNode:
+        with mock.patch.object(native, "implementation", lambda: self.native):
+            return ByNode(template, order)
 
     def launcher(self, template: Any, varies: Any) -> Launcher:
         return (NativeLauncher if self.native else Launcher)(self, template, varies)

@@ -38,6 +38,10 @@ def region(args):
 """
 
 
+# The number of nodes differs, too.
+BRANCHED = SIZED.replace("    return", "    for _ in range(n % 5):\n        c.add_(0)\n    return")
+
+
 # A backward whose saved tensors die in turn.
 SAVED = """
 def region(args):
@@ -133,17 +137,16 @@ class TestSizes(SizesTestCase):
             self.call(run, n)
         self.assertEqual(len(self.device.launchers), 3)
 
-    BRANCHED = SIZED.replace("    return", "    for _ in range(n % 5):\n        c.add_(0)\n    return")
-
     def test_a_graph_with_other_nodes_has_another_executable(self):
-        run = self.sized(self.BRANCHED)
+        run = self.sized(BRANCHED)
         for n in (5, 5, 10, 10, 6, 6, 11, 11, 15, 15, 6, 11, 10, 5, 16, 16):
             self.call(run, n)
         self.assertEqual(len(self.device.launchers), 3, "the first size; sizes that are 0, and 1, modulo 5")
 
     def test_the_executable_that_was_not_chosen_for_longest_goes(self):
+        self.device.order_of = lambda captured, graph: None  # so each shape needs one
         with config.patch(cudagraph_executables=2):
-            run = self.sized(self.BRANCHED)
+            run = self.sized(BRANCHED)
         for n in (3, 3, 5, 5, 6, 6, 10, 10, 7, 7):  # three shared ones: n % 5 in 0, 1, 2
             self.call(run, n)
         self.assertEqual(len(run.states.sizes.executables), 2)
@@ -154,8 +157,9 @@ class TestSizes(SizesTestCase):
             self.call(run, n)
 
     def test_executables_that_replace_others_are_counted(self):
+        self.device.order_of = lambda captured, graph: None
         with config.patch(cudagraph_executables=1, cudagraph_templates=2):
-            run = self.sized(self.BRANCHED)
+            run = self.sized(BRANCHED)
         for n in (3, 5, 10, 6, 7, 8, 11, 12, 13):
             self.call(run, n)
             self.call(run, n)
@@ -333,18 +337,30 @@ class TestSizesInTurn(Native, SizesTestCase):
         run = self.sized()
         self.call_with_clusters(lambda n: self.call(run, n), range(3, 12))
         made = run.states.sizes
-        self.assertEqual((made.instantiated, made.captured), (sizes.ALIKE, 8))
+        self.assertEqual((made.instantiated, made.captured), (sizes.MOST, 8))
         for n in (9, 9, 4, 4, 11, 5, 3):
             self.call(run, n)
         calls = [run.states[(n,)].relaunch.call for n in (9, 11)]
         self.assertEqual([(call.launches, call.by_node, call.patched) for call in calls], [(3, 3, 0), (2, 2, 0)])
         self.assertTrue(all(state.relaunch is not None for state in run.states.values()))
 
+    def test_further_shapes_do_without_an_executable(self):
+        run = self.sized(BRANCHED)
+        with mock.patch.object(sizes, "MOST", 2):
+            for n in (3, 3, 5, 5, 6, 6, 10, 10, 7, 7, 8, 8, 9, 9, 13, 13):
+                self.call(run, n)
+        self.assertEqual(run.states.sizes.instantiated, 2)
+        for n in (7, 8, 5, 9, 8, 8, 13, 3, 7):
+            self.call(run, n)
+        calls = {n: run.states[(n,)].relaunch.call for n in (7, 8, 9)}
+        self.assertEqual([(call.launches, call.by_node) for call in calls.values()], [(3, 3), (4, 4), (2, 2)])
+        self.assertTrue(all(state.relaunch is not None for state in run.states.values()))
+
     def test_clusters_of_stages(self):
         self.cut_into_stages()
         run = self.backward()
         self.call_with_clusters(lambda n: self.backward(n, run=run), range(512, 1112, 100))
-        self.assertEqual(run.states.sizes.instantiated, sizes.ALIKE)
+        self.assertEqual(run.states.sizes.instantiated, sizes.MOST)
         stages = run.states[(1012,)].relaunch.stages
         self.assertEqual({(stage.call.by_node, stage.call.launches) for stage in stages}, {(1, 1)})
         self.backward(612, 1012, 712, 1012, 1012, 1012, run=run)

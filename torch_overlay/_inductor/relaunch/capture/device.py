@@ -35,10 +35,10 @@ from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
-from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
+from torch_overlay._inductor.relaunch.launch.launcher import ByNode, Launcher, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
 from torch_overlay._inductor.relaunch.prepare import prepare
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal, Template
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, EmptyNode, KernelNode, Refusal, Template
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
 
@@ -238,12 +238,22 @@ class Cuda:
     def _bytes(self, count: int) -> torch.Tensor:
         return self.empty((count,), (1,), torch.uint8)
 
+    def order_of(self, captured: Captured, graph: CapturedGraph) -> tuple[int, ...] | None:
+        """Return the only order in which the nodes can run, if their kernels can be launched one by one."""
+        draws = bool(captured.recording.fixed)  # then torch has to launch the graph
+        if draws or not all(isinstance(node, (KernelNode, EmptyNode)) for node in graph.nodes):
+            return None
+        return only_order(len(graph.nodes), graph.edges)
+
+    def by_node(self, template: Template, order: Sequence[int]) -> ByNode:
+        """Return what launches the kernels of a template one by one, without an executable."""
+        return ByNode(template, order)
+
     def _sharing(self, captured: Captured, graph: CapturedGraph | None) -> Callable[[Template], Any]:
         """Return what makes the `Shared` of an executable of this graph, or None for it without a graph."""
         if graph is None:
             return lambda template: None
-        draws = bool(captured.recording.fixed)  # then torch has to launch the graph
-        order = None if draws else only_order(len(graph.nodes), graph.edges)
+        order = self.order_of(captured, graph)
         return lambda template: native.shared(template, order)
 
     def _parts(

@@ -89,12 +89,15 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     region itself raises; Escaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
-            if work.is_shared and not work.numbers and (numbers := work.sizes.stream_order()):
+            if work.is_shared and not work.numbers and work.sizes.may_leave_out():
                 try:
-                    return _make_graph(work, numbers)
+                    made = _make_graph(work, leaves_out=True)
                 except (Differs, NoExecutable) as why:
-                    work.sizes.note_differs()
+                    work.sizes.note_left_out(False)
                     log.info("each call of a library is captured: %s", why)
+                else:
+                    work.sizes.note_left_out(True)
+                    return made
             return _make_graph(work)
     except (Escaped, torch.OutOfMemoryError):
         raise
@@ -104,9 +107,8 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
         raise
 
 
-def _make_graph(work: Work, numbers: Sequence[int] = ()) -> tuple[Arrangement, list[Any]]:
-    """`numbers`: those of the nodes of an executable, in the order of the stream, if calls are left out that repeat
-    earlier ones. Raises Differs or NoExecutable if none may be left out."""
+def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list[Any]]:
+    """With `leaves_out`, calls are left out that repeat earlier ones; raises Differs or NoExecutable if none may be."""
     device, code, sizes = work.device, work.code, work.sizes
     check(work.model)
     holes = device.holes() if code.saved_outputs and not work.is_shared else []
@@ -118,7 +120,7 @@ def _make_graph(work: Work, numbers: Sequence[int] = ()) -> tuple[Arrangement, l
         return work.capture(recording, holes=holes, **options)
 
     with recordings(work) as record:
-        noting = {"with_uses": with_uses, "with_calls": with_calls, "leaves_out": bool(numbers)}
+        noting = {"with_uses": with_uses, "with_calls": with_calls, "leaves_out": leaves_out}
         first = take(record(1), **noting)
         for _ in range(ATTEMPTS - 1):
             if first.plan == work.plan:
@@ -150,7 +152,7 @@ def _make_graph(work: Work, numbers: Sequence[int] = ()) -> tuple[Arrangement, l
             second.recording.discard()
             sizes.functions.learn(template)
         if first.repeats:
-            graph, template, lives = with_repeats(first, graph, template, numbers)
+            graph, template, lives = with_repeats(first, graph, template, sizes.numbers_of)
         copies = memcpy_nodes.moving(template)
         if first.repeats and copies:
             raise Differs("it has copies between memories, which need an executable of their own")

@@ -7,8 +7,8 @@ pointers, they are copied. A pointer into a tensor of the earlier call becomes o
 that was left out. Any other pointer, into a workspace, stays, and the workspace lives on until then. A workspace and a
 tensor may lie in one region, which is a segment of the allocator's: then no call can be left out.
 
-This gives the nodes, but no graph of the driver's, so nothing can be instantiated: the nodes are numbered as those of
-an executable that there is.
+This gives the nodes, but no graph of the driver's, so nothing can be instantiated. The nodes are numbered as those of
+an executable that there is, or are launched one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.capture.library_calls import Repeat
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def with_repeats(
-    captured: Captured, graph: CapturedGraph, template: Template, numbers: Sequence[int]
+    captured: Captured, graph: CapturedGraph, template: Template, numbers_of: Callable[[int], Sequence[int]]
 ) -> tuple[CapturedGraph, Template, list[Life]]:
     """Return the graph, the template and the lives of a capture, with the nodes of the calls that it has left out.
-    `numbers`: those of all nodes, in the order of the stream. Raises Differs."""
+    `numbers_of` numbers so many nodes, in the order of the stream. Raises Differs."""
     order = only_order(len(graph.nodes), graph.edges)
     if order is None:
         raise Differs("its nodes may run side by side")
@@ -47,8 +47,7 @@ def with_repeats(
         sources += [(order[place], repeat) for place in captured.calls[repeat.like].nodes]
         done = repeat.at
     sources += [(node, None) for node in order[done:]]
-    if len(sources) != len(numbers):
-        raise Differs(f"it has {len(sources)} nodes, and the executable {len(numbers)}")
+    numbers = numbers_of(len(sources))
     moves = _Moves(captured, graph)
     slots_of: defaultdict[int, list[PointerSlot]] = defaultdict(list)
     for slot in template.slots:

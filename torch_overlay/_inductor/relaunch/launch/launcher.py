@@ -14,7 +14,7 @@ from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
@@ -24,16 +24,10 @@ live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 class Launcher:
     """An executable graph with its template: `patch` points it at other memory, `replay` launches it. With `shared`,
-    other launchers have the same executable, each with a template of its own. A launcher `apart` launches its kernels
-    one by one, for they have other attributes than the executable's."""
+    other launchers have the same executable, each with a template of its own."""
 
     def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph | Part,
-        template: Template,
-        direct: bool = False,
-        shared: Any = None,
-        apart: bool = False,
+        self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False, shared: Any = None
     ) -> None:
         self.graph = graph
         self.shared = shared
@@ -45,8 +39,7 @@ class Launcher:
             self.exec = None  # the patcher replaces its own at each rebuild
             self.patch: Callable[..., int] = self.patcher.patch
         else:
-            used = native.apart(shared, template) if apart else shared
-            parts = template.nodes, template.slots, template.regions, template.numbers, used
+            parts = template.nodes, template.slots, template.regions, template.numbers, shared
             self.exec = native.implementation().Exec(graph.raw_cuda_graph_exec(), *parts)
             self.patch = self.exec.patch
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
@@ -55,12 +48,33 @@ class Launcher:
         )
         live_launchers.add(self)
 
-    def like(self, template: Template, apart: bool = False) -> Launcher:
+    def like(self, template: Template) -> Launcher:
         """Return a launcher of the same executable with another template, whose nodes are those of this one's with
-        other parameters; `apart`: and with other attributes."""
+        other parameters."""
         handles = {node.index: node.handle for node in self.template.nodes}
         nodes = tuple(dataclasses.replace(node, handle=handles[node.index]) for node in template.nodes)
-        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared, apart)
+        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.template.nodes)
+
+
+class ByNode:
+    """A launcher without an executable: it launches the kernels of a template one by one, in an `order`."""
+
+    shared = patcher = None
+    direct = True
+
+    def __init__(self, template: Template, order: Sequence[int]) -> None:
+        self.template = template
+        shared = native.apart(template, order)
+        parts = template.nodes, template.slots, template.regions, template.numbers, shared
+        self.exec = native.implementation().Exec(0, *parts)
+        self.patch: Callable[..., int] = self.exec.patch
+
+    def replay(self) -> None:
+        raise RuntimeError("there is no executable")
 
     @property
     def nodes(self) -> int:

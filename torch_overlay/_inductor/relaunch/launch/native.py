@@ -19,7 +19,7 @@ import torch
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.launch.blocks import make_blocks
-from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, KernelNode, Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import KernelNode, Refusal
 
 
 if TYPE_CHECKING:
@@ -81,17 +81,14 @@ def launching() -> bool:
 
 
 def shared(template: Template, order: Sequence[int] | None = None) -> Any:
-    """Return the `Shared` for an executable of the template's graph. `order`: the only order in which the nodes can
-    run; then the kernels may be launched one by one, if the graph has no other nodes."""
-    others = sum(not isinstance(node, (KernelNode, EmptyNode)) for node in template.nodes)
-    if order is None or others:
-        return implementation().Shared(_count(template))
-    return implementation().Shared(_count(template), _launches(template, order))
+    """Return the `Shared` for an executable of the template's graph. `order`: that of the nodes, if kernels may be
+    launched one by one."""
+    return implementation().Shared(_count(template), None if order is None else _launches(template, order))
 
 
-def apart(shared: Any, template: Template) -> Any:
-    """Return a `Shared` for a template that can only launch its kernels one by one, in the order of another one."""
-    return implementation().Shared(_count(template), _launches(template, [node for node, _ in shared.launches]), True)
+def apart(template: Template, order: Sequence[int]) -> Any:
+    """Return a `Shared` for a template without an executable, whose kernels are always launched one by one."""
+    return implementation().Shared(_count(template), _launches(template, order), True)
 
 
 def _count(template: Template) -> int:

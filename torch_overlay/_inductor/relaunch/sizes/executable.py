@@ -1,14 +1,13 @@
 """Describes an executable graph that serves several sizes, and says whether another capture may use it.
 
 `cuGraphExecKernelNodeSetParams` changes a node's function, grid, shared memory and parameters. It changes neither the
-edges nor what else a kernel is launched with, its attributes (clusters, priority). So another capture fits if all this
-is the same. With other attributes it can only launch its kernels one by one.
+edges nor what else a kernel is launched with (clusters, priority). So another capture fits if all this is the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 
@@ -17,12 +16,10 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
-Attributes: TypeAlias = "tuple[bytes, ...]"  # of each kernel node
-
 
 @dataclass(frozen=True)
 class Shape:
-    """What an executable can't change, but for attributes of kernels. `fixed`: addresses of the state of random
+    """What an executable can't change. `stages`: the nodes of each stage; `fixed`: addresses of the state of random
     generators, and `drawn`: how many numbers a launch draws, which is torch's to fill in."""
 
     kinds: tuple[Any, ...]
@@ -37,11 +34,7 @@ class Shape:
 
 
 def _kind(node: Node) -> Any:
-    return (KernelNode, node.ctx) if isinstance(node, KernelNode) else type(node)
-
-
-def attributes_of(graph: CapturedGraph) -> Attributes:
-    return tuple([node.attributes for node in graph.nodes if isinstance(node, KernelNode)])
+    return (KernelNode, node.ctx, node.attributes) if isinstance(node, KernelNode) else type(node)
 
 
 @dataclass(eq=False)
@@ -50,15 +43,9 @@ class Executable:
     stages, and the driver could not cut the graph."""
 
     shape: Shape
-    attributes: Attributes
     arrangement: Arrangement
     launchers: list[Any]
     is_uncut: bool = False
-
-    @property
-    def can_launch_by_node(self) -> bool:
-        """True if the kernels can be launched one by one."""
-        return all(getattr(launcher.shared, "launches", None) is not None for launcher in self.launchers)
 
     def fits(self, arrangement: Arrangement) -> bool:
         """True if these are the stages of the executable."""

@@ -8,9 +8,9 @@ Nothing is instantiated, and a second capture is made only for functions that we
 graph with other nodes or edges gets another executable; a region has at most `bound` shared ones, and drops the one
 that was made for a size or chosen for one the longest time ago, with the graphs of its sizes.
 
-Libraries choose clusters by size, too, which a launch can't change. So a region soon has as many combinations of
-clusters as sizes, and to instantiate a graph takes longer than a call. `ALIKE` executables are made that differ in
-nothing else; a further size launches its kernels one by one, and none is made for it.
+Libraries choose clusters and the number of kernels by size, too, which a launch can't change. So a region may have as
+many shapes as sizes, and to instantiate a graph takes longer than a call. Where kernels can be launched one by one,
+`MOST` executables are made; a graph that fits none of them does without one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
-from torch_overlay._inductor.relaunch.sizes.executable import attributes_of, Executable, Shape
+from torch_overlay._inductor.relaunch.sizes.executable import Executable, Shape
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
-    from torch_overlay._inductor.relaunch.sizes.executable import Attributes
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
 
 
 OWN = 4  # so many sizes have executables of their own
 # So many further sizes are captured at their second call, and more of them as long as captures took few seconds in all.
 EAGER = 16
-SECONDS = 4.0
-ALIKE = 4  # so many executables may differ in attributes of kernels alone
+SECONDS = 2.5
+MOST = 4  # so many executables are shared, where kernels can be launched one by one
 FITTED = 2  # after so many graphs in a row that needed no executable, the next one will hardly need one
-DIFFERED = 4  # after so many captures from which no call could be left out, none is left out any more
+DIFFERED = 4  # after so many captures in a row from which no call could be left out, none is left out any more
 
 
 class NoExecutable(Exception):
@@ -57,6 +56,10 @@ class Sizes:
         self.captured = self.instantiated = 0  # graphs of further sizes, and how many of them had to be instantiated
         self.fitted = 0  # so many graphs in a row used executables that there were
         self.differed = 0
+        self.needs_none = False  # the latest graph that fitted no executable does without one
+        self.starts: dict[
+            int, tuple[int, ...]
+        ] = {}  # of graphs without one, by the number of nodes: where they are cut
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
@@ -78,20 +81,28 @@ class Sizes:
         self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
     ) -> tuple[Arrangement, list[Any]]:
         """Return an arrangement of the captured graph, and launchers that follow it: of an executable that the graph
-        fits, or of a new one. Raises NoExecutable if there is none, and calls were left out of the capture."""
-        shape, attributes = Shape.of(graph, captured.recording.fixed, drawn), attributes_of(graph)
-        for executable in self._alike(shape, attributes):
+        fits, without one, or of a new one. Raises NoExecutable if there must be a new one, and calls were left out of
+        the capture."""
+        shape = Shape.of(graph, captured.recording.fixed, drawn)
+        for executable in self.executables:
+            if executable.shape != shape:
+                continue
             arrangement = arrange(proven, executable.arrangement.starts)
-            # Workspaces live longer where calls were left out, so that stages may seem to pay.
-            if executable.is_uncut or (captured.repeats and not executable.arrangement.stages):
+            if executable.is_uncut:
                 arrangement = arrangement.whole or arrangement
             if executable.fits(arrangement):
                 self.executables.remove(executable)
                 self.executables.insert(0, executable)
                 self.fitted += 1
-                templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
-                apart = executable.attributes != attributes
-                return arrangement, [a.like(t, apart) for a, t in zip(executable.launchers, templates, strict=True)]
+                templates = _templates(arrangement)
+                return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
+        order = device.order_of(captured, graph)
+        self.needs_none = order is not None and len(self.executables) >= min(MOST, self.bound)
+        if self.needs_none:
+            count = len(graph.nodes)
+            arrangement = arrange(proven, self.starts.get(count, ()))
+            self.starts[count] = arrangement.starts
+            return arrangement, [device.by_node(template, order) for template in _templates(arrangement)]
         if captured.repeats:
             raise NoExecutable("no executable has these nodes")
         wanted = arrange(proven)
@@ -99,31 +110,31 @@ class Sizes:
         self.instantiated += 1
         self.fitted = 0
         is_uncut = len(arrangement.stages) < len(wanted.stages)
-        self.executables.insert(0, Executable(shape, attributes, arrangement, launchers, is_uncut))
+        self.executables.insert(0, Executable(shape, arrangement, launchers, is_uncut))
         del self.executables[self.bound :]
         return arrangement, launchers
 
-    def stream_order(self) -> tuple[int, ...]:
-        """Return the numbers of the nodes of the latest executable, in the order of the stream, if a further size will
-        hardly need one of its own. Otherwise return nothing."""
-        if not self.executables or self.differed == DIFFERED:
-            return ()
-        shape = self.executables[0].shape
-        if self.fitted < FITTED and not self._alike(shape, None):
-            return ()
-        return only_order(len(shape.kinds), shape.edges) or ()
+    def may_leave_out(self) -> bool:
+        """True if calls may be left out of the capture of a further size, for its graph will hardly have to be
+        instantiated."""
+        return self.differed < DIFFERED and (self.needs_none or self.fitted >= FITTED)
 
-    def note_differs(self) -> None:
-        """Note that no call could be left out of a capture."""
-        self.differed += 1
+    def note_left_out(self, worked: bool) -> None:
+        """Note whether calls could be left out of a capture."""
+        self.differed = 0 if worked else self.differed + 1
 
-    def _alike(self, shape: Shape, attributes: Attributes | None) -> list[Executable]:
-        """Return the executables that a graph may use; without attributes, whatever its attributes are."""
-        alike = [executable for executable in self.executables if executable.shape == shape]
-        if same := [executable for executable in alike if executable.attributes == attributes]:
-            return same
-        return alike if len(alike) >= ALIKE and alike[0].can_launch_by_node else []
+    def numbers_of(self, count: int) -> Sequence[int]:
+        """Return the numbers of `count` nodes in the order of the stream, as an executable has them, if there is one of
+        so many nodes."""
+        for executable in self.executables:
+            if len(executable.shape.kinds) == count and (order := only_order(count, executable.shape.edges)):
+                return order
+        return range(count)
 
     def keeps(self, shared: Any) -> bool:
         """True if the executable that is shared by this is still kept."""
         return any(kept.launchers[0].shared is shared for kept in self.executables)
+
+
+def _templates(arrangement: Arrangement) -> list[Template]:
+    return [stage.template for stage in arrangement.stages] or [arrangement.template]
