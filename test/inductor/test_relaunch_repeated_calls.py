@@ -440,9 +440,7 @@ class TestWithRepeats(TestCase):
     def expand(self, numbers=(4, 0, 1, 2, 3), **changed):
         call = library_calls.Call(torch.mm, (self.places[0],), {"out": self.places[1]}, range(2), (), False)
         captured = types.SimpleNamespace(calls=[call], repeats=[self.repeat], lives=self.lives)
-        return with_repeats(
-            captured, dataclasses.replace(self.graph, **changed), self.template, lambda count: numbers[:count]
-        )
+        return with_repeats(captured, dataclasses.replace(self.graph, **changed), self.template, lambda nodes: numbers)
 
     def test_nodes_are_numbered_as_those_of_an_executable(self):
         graph, template, _ = self.expand()
@@ -450,6 +448,14 @@ class TestWithRepeats(TestCase):
         self.assertEqual([node.index for node in graph.nodes], list(range(5)))
         self.assertEqual(graph.edges, ((0, 1), (1, 2), (2, 3), (4, 0)))
         self.assertIs(template.nodes, graph.nodes)
+
+    def test_nodes_that_no_executable_has_keep_their_numbers(self):
+        graph, template, _ = self.expand(numbers=())
+        self.assertEqual([node.name for node in graph.nodes], ["k0", "k1", "k2", "k2", "k0"])
+        self.assertEqual(graph.edges, ((0, 1), (1, 3), (2, 0), (3, 4)))
+        found = [(slot.node, slot.parameter, slot.region, slot.delta) for slot in template.slots]
+        before = [(slot.node, slot.parameter, slot.region, slot.delta) for slot in self.template.slots]
+        self.assertEqual(sorted(found), sorted([*before, (3, 0, 2, 256), (3, 1, 4, 0), (4, 0, 3, 0), (4, 1, 4, 8)]))
 
     def test_pointers_are_those_of_the_call_that_was_left_out(self):
         _, template, _ = self.expand()

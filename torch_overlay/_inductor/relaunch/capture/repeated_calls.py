@@ -14,6 +14,7 @@ an executable that there is, or are launched one by one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.capture.library_calls import Repeat
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def with_repeats(
-    captured: Captured, graph: CapturedGraph, template: Template, numbers_of: Callable[[int], Sequence[int]]
+    captured: Captured, graph: CapturedGraph, template: Template, numbers_of: Callable[[Sequence[Node]], Sequence[int]]
 ) -> tuple[CapturedGraph, Template, list[Life]]:
     """Return the graph, the template and the lives of a capture, with the nodes of the calls that it has left out.
-    `numbers_of` numbers so many nodes, in the order of the stream. Raises Differs."""
+    `numbers_of` numbers all nodes, which it gets in the order of the stream, or returns nothing. Raises Differs."""
     order = only_order(len(graph.nodes), graph.edges)
     if order is None:
         raise Differs("its nodes may run side by side")
@@ -47,7 +48,9 @@ def with_repeats(
         sources += [(order[place], repeat) for place in captured.calls[repeat.like].nodes]
         done = repeat.at
     sources += [(node, None) for node in order[done:]]
-    numbers = numbers_of(len(sources))
+    copies = itertools.count(len(graph.nodes))
+    numbers = numbers_of([template.nodes[source] for source, _ in sources])
+    numbers = numbers or [source if repeat is None else next(copies) for source, repeat in sources]
     moves = _Moves(captured, graph)
     slots_of: defaultdict[int, list[PointerSlot]] = defaultdict(list)
     for slot in template.slots:
@@ -55,20 +58,14 @@ def with_repeats(
     nodes: list[Node] = [graph.nodes[0]] * len(numbers)
     slots: list[PointerSlot] = []
     for number, (source, repeat) in zip(numbers, sources):
-        nodes[number] = dataclasses.replace(template.nodes[source], index=number)
-        if repeat is None:
+        node = template.nodes[source]
+        nodes[number] = node if number == source else dataclasses.replace(node, index=number)
+        if repeat is not None:
+            slots += moves.moved(repeat, number, slots_of[source])
+        elif number == source:
+            slots += slots_of[source]
+        else:
             slots += [PointerSlot(number, *slot[1:]) for slot in slots_of[source]]
-            continue
-        moved = moves.of(repeat)
-        for _, parameter, offset, region, delta in slots_of[source]:
-            if region in moved:
-                tensor, region, shift = moved[region]
-                if delta not in tensor:
-                    raise Differs("a call uses memory beside one of its tensors")
-                delta += shift
-            else:
-                moves.keep(region, repeat.time)
-            slots.append(PointerSlot(number, parameter, offset, region, delta))
     edges = list(zip(numbers, numbers[1:]))
     # A kernel that need not wait for the whole node before it is launched so by each call.
     early = {after for _, after in graph.partial}
@@ -85,7 +82,20 @@ class _Moves:
         self.addresses = AddressMap(graph)
         self.latest: tuple[Repeat | None, Mapping[int, tuple[range, int, int]]] = None, {}
 
-    def of(self, repeat: Repeat) -> Mapping[int, tuple[range, int, int]]:
+    def moved(self, repeat: Repeat, number: int, slots: Sequence[PointerSlot]) -> Iterator[PointerSlot]:
+        """Yield the pointer slots of node `number`, which is a copy of the one that has these slots."""
+        moved = self._of(repeat)
+        for _, parameter, offset, region, delta in slots:
+            if region in moved:
+                tensor, new, shift = moved[region]
+                if delta not in tensor:
+                    raise Differs("a call uses memory beside one of its tensors")
+                yield PointerSlot(number, parameter, offset, new, delta + shift)
+            else:
+                self._keep(region, repeat.time)
+                yield PointerSlot(number, parameter, offset, region, delta)
+
+    def _of(self, repeat: Repeat) -> Mapping[int, tuple[range, int, int]]:
         """Return for each region of the earlier call where its tensor lies in it, the region in place of it, and how
         many bytes farther the other tensor lies in that one."""
         if self.latest[0] is not repeat:
@@ -104,7 +114,7 @@ class _Moves:
             raise Differs("memory of a call is in no region")
         return places[0]
 
-    def keep(self, region: int, time: int) -> None:
+    def _keep(self, region: int, time: int) -> None:
         """Note that a region is used at a time by a call that was left out."""
         life = self.lives[region]
         if life.freed is not None and life.freed <= time:

@@ -30,10 +30,10 @@ class Shape:
 
     @staticmethod
     def of(graph: CapturedGraph, fixed: Any, drawn: tuple[int, ...]) -> Shape:
-        return Shape(tuple(map(_kind, graph.nodes)), graph.edges, graph.partial, tuple(fixed), drawn)
+        return Shape(tuple(map(kind_of, graph.nodes)), graph.edges, graph.partial, tuple(fixed), drawn)
 
 
-def _kind(node: Node) -> Any:
+def kind_of(node: Node) -> Any:
     return (KernelNode, node.ctx, node.attributes) if isinstance(node, KernelNode) else type(node)
 
 

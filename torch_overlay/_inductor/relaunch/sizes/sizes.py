@@ -19,7 +19,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
-from torch_overlay._inductor.relaunch.sizes.executable import Executable, Shape
+from torch_overlay._inductor.relaunch.sizes.executable import Executable, kind_of, Shape
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, Template
 
 
 OWN = 4  # so many sizes have executables of their own
@@ -123,13 +123,16 @@ class Sizes:
         """Note whether calls could be left out of a capture."""
         self.differed = 0 if worked else self.differed + 1
 
-    def numbers_of(self, count: int) -> Sequence[int]:
-        """Return the numbers of `count` nodes in the order of the stream, as an executable has them, if there is one of
-        so many nodes."""
+    def numbers_of(self, nodes: Sequence[Node]) -> Sequence[int]:
+        """Return the numbers of nodes in the order of the stream, as an executable has them that can be set to them; if
+        there is none, nothing."""
+        kinds = list(map(kind_of, nodes))
         for executable in self.executables:
-            if len(executable.shape.kinds) == count and (order := only_order(count, executable.shape.edges)):
+            shape = executable.shape
+            order = only_order(len(kinds), shape.edges) if len(shape.kinds) == len(kinds) else None
+            if order is not None and [shape.kinds[number] for number in order] == kinds:
                 return order
-        return range(count)
+        return ()
 
     def keeps(self, shared: Any) -> bool:
         """True if the executable that is shared by this is still kept."""
