@@ -238,15 +238,16 @@ class TestSizes(TestCase):
         self.assertFalse(sizes.may_leave_out())
 
     def test_numbers_of_nodes(self):
-        sizes = Sizes(8)
-        self.assertEqual([*sizes.numbers_of(2)], [0, 1])
-        backwards = dataclasses.replace(graph(), edges=((1, 0),))
-        self.launchers(sizes, backwards)
+        """Those of an executable that can be set to the nodes, which are in order."""
+        sizes, two = Sizes(8), clusters(1, 2)
+        self.assertEqual(sizes.numbers_of(two.nodes), ())
+        self.launchers(sizes, dataclasses.replace(two, edges=((1, 0),)))
         self.launchers(sizes, graph(3))  # node 2 may run beside the others
-        self.assertEqual([*sizes.numbers_of(2)], [1, 0])
-        self.assertEqual([*sizes.numbers_of(3)], [0, 1, 2])
-        self.launchers(sizes, graph())
-        self.assertEqual([*sizes.numbers_of(2)], [0, 1])  # the latest
+        self.assertEqual(sizes.numbers_of(two.nodes[::-1]), (1, 0))
+        for others in (two.nodes, graph(2).nodes, two.nodes[:1], graph(3).nodes):
+            self.assertEqual(sizes.numbers_of(others), ())
+        self.launchers(sizes, clusters(2, 1))
+        self.assertEqual(sizes.numbers_of(two.nodes[::-1]), (0, 1))  # the latest
 
     def test_sizes_that_wait_for_a_capture(self):
         sizes, new = Sizes(8), state(spent=0.2)
