@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from operator import itemgetter
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.numbers.program import LETTERS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 KERNEL, FILL, COPY = range(3)
 # A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap requires.
 GRID_AT, PARAMETERS_AT = 8, 128
+REGION_AND_NODE = itemgetter(3, 0)  # of a pointer slot
 DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
@@ -42,8 +44,8 @@ def make_blocks(
 
     The blocks live as long as the object, and the object must live as long as the executable is patched.
     """
-    patched = sorted(slots, key=lambda slot: (slot.region, slot.node))
-    wanted = {slot.node for slot in (*patched, *numbers)}
+    patched = sorted(slots, key=REGION_AND_NODE)
+    wanted = {slot[0] for slot in (*patched, *numbers)}
     if shared is not None:
         wanted = {node.index for node in nodes if not isinstance(node, EmptyNode)}
     by_index = {node.index: node for node in nodes if node.index in wanted}
@@ -54,14 +56,19 @@ def make_blocks(
     if not all(isinstance(node, KernelNode) for node in by_index.values()):
         context = module.context()
     blocks = tuple(_block(node, context) for node in by_index.values())
-    places = tuple(
-        [(position[slot.node], _place(by_index[slot.node], slot), slot.region, slot.delta) for slot in patched]
-    )
+    held = {index: _pointers(node) for index, node in by_index.items()}
+    places = []
+    for index, parameter, offset, region, delta in patched:
+        begin, last = held[index][parameter]
+        if not 0 <= offset <= last:
+            where = f"node {index} ({by_index[index].name}), parameter {parameter}"
+            raise ValueError(f"{where}: no pointer slot at {offset}")
+        places.append((position[index], begin + offset, region, delta))
     words = tuple(
         [(position[slot.node], _word(by_index[slot.node], slot), LETTERS.index(slot.letter)) for slot in numbers]
     )
     others = None if shared is None else (shared, tuple(by_index))
-    return module.Blocks(exec_handle, blocks, places, regions, words, others)
+    return module.Blocks(exec_handle, blocks, tuple(places), regions, words, others)
 
 
 def _word(node: Node, slot: NumberSlot) -> int:
@@ -101,15 +108,8 @@ def _side(address: int, on_host: bool) -> tuple[int, ...]:
     return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
 
 
-def _place(node: Node, slot: PointerSlot) -> int:
-    """Return the offset of the pointer slot in the node's block."""
-    offset, value = node.parameters[slot.parameter]
-    if not 0 <= slot.offset <= len(value) - 8:
-        raise ValueError(
-            f"node {node.index} ({node.name}), parameter {slot.parameter}: no pointer slot at {slot.offset}"
-        )
+def _pointers(node: Node) -> list[tuple[int, int]]:
+    """Return for each parameter its offset in the node's block, and the last offset in it at which a pointer fits."""
     if isinstance(node, KernelNode):
-        return PARAMETERS_AT + offset + slot.offset
-    if isinstance(node, CopyNode):
-        return SOURCE_OF_COPY if slot.parameter else DESTINATION
-    return 0
+        return [(PARAMETERS_AT + offset, len(value) - 8) for offset, value in node.parameters]
+    return [(DESTINATION, 0), (SOURCE_OF_COPY, 0)] if isinstance(node, CopyNode) else [(0, 0)]
