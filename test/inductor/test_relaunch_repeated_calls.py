@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import random
 import types
+import weakref
 from unittest import mock
 
 import torch
@@ -78,6 +79,35 @@ class RepeatedCallsTestCase(Native):
         self.assertEqual(size, n)
         for one, want in zip(have, expected(x, self.weights), strict=True):
             self.assertEqual(one, want, f"size {n}")
+
+    def allocator(self):
+        """A product with a workspace of its own, and an operator whose results live in memory that was allocated. What
+        was freed is allocated next in the same pool."""
+        free = collections.defaultdict(list)
+
+        def take(n):
+            """Return n rows, and a function that frees them."""
+            recording = getattr(self.device.thread, "recording", None)
+            if recording is None:
+                return torch.empty(n, 64), lambda: None
+            mine = free[recording, recording.pool, n]
+            part = mine.pop() if mine else recording.allocate((n, 64), (64, 1), torch.float32)
+            return part, lambda: mine.append(part)
+
+        def mm(x, w, *, out):
+            part, frees = take(len(x))
+            torch.mm(x, w, out=part)
+            torch.add(part, 0, out=out)
+            frees()
+            return out
+
+        def twice(x):
+            part, frees = take(len(x))
+            result = torch.mul(x, 2, out=part).view(part.size())
+            weakref.finalize(result, frees)
+            return result
+
+        return mm, twice
 
     def grow(self, run, count, call=None):
         """Call further sizes twice each, and all in turn. Return the operations of each capture of theirs."""
@@ -308,25 +338,6 @@ def region(args):
     def test_of_the_first_call(self):
         self.check(keeps=True)
 
-    def allocator(self):
-        """Functions that take and give back memory of n rows. What was given back is taken next in the same pool."""
-        free = collections.defaultdict(list)
-
-        def pool():
-            recording = getattr(self.device.thread, "recording", None)
-            return recording and free[recording, recording.pool]
-
-        def take(n):
-            if (mine := pool()) is None:
-                return torch.empty(n, 64)
-            return mine.pop() if mine else self.device.thread.recording.allocate((n, 64), (64, 1), torch.float32)
-
-        def give_back(part):
-            if (mine := pool()) is not None:
-                mine.append(part)
-
-        return take, give_back
-
     def mixed(self, mm, twice):
         """A region of products and an operator that returns memory of its own."""
         source = """
@@ -361,18 +372,7 @@ def region(args):
         return self.grow(run, 4, call)
 
     def test_that_another_operator_gets_afterwards(self):
-        take, give_back = self.allocator()
-
-        def mm(x, w, *, out):
-            part = take(len(x))
-            torch.mm(x, w, out=part)
-            torch.add(part, 0, out=out)
-            give_back(part)
-            return out
-
-        def twice(x):
-            return torch.mul(x, 2, out=take(len(x)))
-
+        mm, twice = self.allocator()
         self.assertEqual(self.mixed(mm, twice), [4 + 2 + 3] * 4)
 
     def test_beside_tensors_that_are_given(self):
@@ -490,10 +490,15 @@ class TestDrawn(RepeatedCallsTestCase):
 
     OPERATIONS = ("extern_kernels.mm({a}, {w}, out={c})", "torch.add({a}, {b}, out={c})", "torch.sin({a}, out={c})")
 
-    def drawn(self, draw):
+    def drawn(self, draw, with_results):
+        """`with_results`: there are operators that return memory of their own, too."""
         lines, alive = [], ["x"]
         for k in range(draw.randrange(6, 14)):
             name = f"t{k}"
+            if with_results and draw.random() < 0.4:
+                lines.append(f"{name} = twice({draw.choice(alive)})")
+                alive.append(name)
+                continue
             lines.append(f"{name} = empty_strided_cuda((n, 64), (64, 1), torch.float32)")
             operation = draw.choices(self.OPERATIONS, (3, 1, 1))[0]
             names = {"a": draw.choice(alive), "b": draw.choice(alive), "w": draw.choice("wv"), "c": name}
@@ -504,15 +509,15 @@ class TestDrawn(RepeatedCallsTestCase):
         lines.append(f"return ({''.join(f'{name}, ' for name in alive)})")
         return "def region(args):\n    x, w, v, n = args\n    args.clear()\n    " + "\n    ".join(lines)
 
-    def test_drawn(self):
+    def check(self, seeds, is_backward, libraries, **functions):
+        """Return how many of the regions have had calls left out."""
         left_out = 0
-        for seed in range(30):
-            draw = random.Random(seed)
-            source, is_backward = self.drawn(draw), seed % 2 == 1
+        for seed in seeds:
+            source = self.drawn(random.Random(seed), bool(functions))
             if seed % 4 == 3:
                 self.cut_into_stages()
-            run = self.runner(source, is_backward=is_backward, extern_kernels=self.leaves())
-            scope = {"torch": torch, "extern_kernels": types.SimpleNamespace(mm=torch.mm)}
+            run = self.runner(source, is_backward=is_backward(seed), extern_kernels=libraries, **functions)
+            scope = {"torch": torch, "extern_kernels": types.SimpleNamespace(mm=torch.mm), "twice": lambda x: 2 * x}
             scope["empty_strided_cuda"] = lambda size, stride, dtype: torch.empty(size, dtype=dtype)
             exec(source, scope)
             w, v = torch.randn(64, 64) / 8, torch.randn(64, 64) / 8
@@ -521,11 +526,20 @@ class TestDrawn(RepeatedCallsTestCase):
                 x = torch.randn(n, 64)
                 want = plain([x.clone(), w, v, n])
                 for have, one in zip(run([x, w, v, n]), want, strict=True):
-                    self.assertEqual(have, one, f"seed {seed}, size {n}")
+                    self.assertEqual(have, one, f"seed {seed}, size {n}", atol=1e-4, rtol=1e-4)
 
             found = self.grow(run, 3, call)
             left_out += max(graph.nodes for graph in run.graphs()) > max(found, default=1 << 30)
-        self.assertGreater(left_out, 15)
+        return left_out
+
+    def test_drawn(self):
+        self.assertGreater(self.check(range(30), lambda seed: seed % 2 == 1, self.leaves()), 15)
+
+    def test_with_results_of_operators(self):
+        mm, twice = self.allocator()
+        self.enterContext(mock.patch.object(library_calls, "LEAVES", (mm,)))
+        libraries = types.SimpleNamespace(mm=mm)
+        self.assertGreater(self.check(range(30), lambda seed: False, libraries, twice=twice), 5)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class TestWithRepeats(TestCase):
         captured = SimpleNamespace(calls=[call], repeats=[self.repeat])
         captured.lives = self.lives
         graph = dataclasses.replace(self.graph, **changed)
-        return with_repeats(captured, graph, self.template, lambda n: numbers[:n])
+        return with_repeats(captured, graph, self.template, lambda nodes: numbers)
 
     def test_nodes_are_numbered_as_those_of_an_executable(self):
         graph, template, _ = self.expand()
@@ -68,6 +68,16 @@ class TestWithRepeats(TestCase):
         self.assertEqual([node.index for node in graph.nodes], list(range(5)))
         self.assertEqual(graph.edges, ((0, 1), (1, 2), (2, 3), (4, 0)))
         self.assertIs(template.nodes, graph.nodes)
+
+    def test_nodes_that_no_executable_has_keep_their_numbers(self):
+        graph, template, _ = self.expand(numbers=())
+        names = [node.name for node in graph.nodes]
+        self.assertEqual(names, ["k0", "k1", "k2", "k2", "k0"])
+        self.assertEqual([node.index for node in graph.nodes], list(range(5)))
+        self.assertEqual(graph.edges, ((0, 1), (1, 3), (2, 0), (3, 4)))
+        slots = [(3, 0, 0, 2, 256), (3, 1, 0, 4, 0), (4, 0, 0, 3, 0), (4, 1, 0, 4, 8)]
+        wanted = sorted([*self.template.slots, *slots])
+        self.assertEqual(sorted(template.slots), wanted)
 
     def test_pointers_are_those_of_the_call_that_was_left_out(self):
         slots = [(0, 0, 0, 1, 64), (0, 1, 0, 4, 8), (1, 0, 0, 2, 0), (2, 0, 0, 2, 256)]

@@ -14,10 +14,10 @@ from torch._inductor.cudagraph_relaunch.nodes import (
 )
 from torch._inductor.cudagraph_relaunch.outputs import Layout
 from torch._inductor.cudagraph_relaunch.sizes import (
-    ALIKE,
     DIFFERED,
     EAGER,
     FITTED,
+    MOST,
     NoExecutable,
     OWN,
     SECONDS,
@@ -30,30 +30,37 @@ LAYOUT = Layout((), (), (), ())
 
 
 class Launcher:
-    """A launcher of an executable, which has a number."""
+    """A launcher of an executable, which has a number; 0: it has none."""
 
-    def __init__(self, shared, template, apart=False):
-        self.shared, self.template, self.apart = shared, template, apart
+    def __init__(self, shared, template):
+        self.shared, self.template = shared, template
 
     @property
     def executable(self):
         return self.shared.number
 
-    def like(self, template, apart):
-        return Launcher(self.shared, template, apart)
+    def like(self, template):
+        return Launcher(self.shared, template)
 
 
 class Device:
-    """Makes executables of arrangements. `order`: what `Shared.launches` is."""
+    """Makes executables of arrangements. `order`: in which kernels can be launched."""
 
-    made, order = 0, ()
+    made, order = 0, None
 
     def instantiate(self, captured, arrangement, varies):
         assert isinstance(varies, CapturedGraph)  # what the executable is made of
         self.made += 1
         templates = [s.template for s in arrangement.stages] or [arrangement.template]
-        shared = SimpleNamespace(number=self.made, launches=self.order)
+        shared = SimpleNamespace(number=self.made)
         return arrangement, [Launcher(shared, template) for template in templates]
+
+    def order_of(self, captured, graph):
+        return self.order
+
+    def by_node(self, template, order):
+        assert order is self.order
+        return Launcher(SimpleNamespace(number=0), template)
 
 
 def state(**fields):
@@ -137,41 +144,43 @@ class TestSizes(TestCase):
             self.launchers(sizes, given, **kwargs)
         self.assertEqual((self.device.made, len(sizes.executables)), (7, 7))
 
-    def given(self, sizes, *clusters_of, **kwargs):
-        """What graphs get: the number of their executable, and are they apart?"""
-        made = [
-            self.launchers(sizes, clusters(*each), **kwargs)[1] for each in clusters_of
-        ]
-        return [(each[0].executable, each[0].apart) for each in made]
+    def given(self, sizes, *graphs, **kwargs):
+        """The numbers of the executables that graphs get."""
+        made = [self.launchers(sizes, each, **kwargs)[1] for each in graphs]
+        return [launchers[0].executable for launchers in made]
 
     def test_graphs_that_differ_in_clusters(self):
-        sizes = Sizes(8)
-        few = [(n, 1) for n in range(1, 1 + ALIKE)]
-        self.assertEqual(
-            self.given(sizes, *few), [(n, False) for n in range(1, 1 + ALIKE)]
-        )
-        # The fifth combination, and further ones, use the latest executable.
-        self.assertEqual(self.given(sizes, (9, 1), (1, 9)), [(ALIKE, True)] * 2)
-        self.assertEqual(self.given(sizes, few[0], (9, 1)), [(1, False), (1, True)])
-        self.assertEqual((self.device.made, sizes.instantiated), (ALIKE, ALIKE))
-        # Another shape has as many.
-        self.assertEqual(self.given(sizes, (9, 1, 1)), [(1 + ALIKE, False)])
+        graphs = [clusters(n, 1) for n in range(1, 3 + MOST)]
+        self.assertEqual(self.given(Sizes(8), *graphs), [*range(1, 3 + MOST)])
 
-    def test_clusters_of_kernels_that_may_run_side_by_side(self):
+    def test_kernels_that_can_be_launched_one_by_one(self):
+        sizes, self.device.order = Sizes(8), (0, 1)
+        graphs = [clusters(n, 1) for n in range(1, 1 + MOST)]
+        self.assertEqual(self.given(sizes, *graphs), [*range(1, 1 + MOST)])
+        self.assertFalse(sizes.needs_none)
+        # Further graphs do without an executable, whatever they differ in.
+        others = clusters(9, 1), clusters(1, 1, 1), graph(partial=((0, 1),))
+        self.assertEqual(self.given(sizes, *others), [0, 0, 0])
+        self.assertTrue(sizes.needs_none)
+        self.assertEqual(self.given(sizes, *graphs), [*range(1, 1 + MOST)])
         self.device.order = None
-        wanted = [(n, False) for n in range(1, 3 + ALIKE)]
-        many = [(n, 1) for n in range(1, 3 + ALIKE)]
-        self.assertEqual(self.given(Sizes(8), *many), wanted)
+        self.assertEqual(self.given(sizes, *others[:1]), [1 + MOST])
+        self.assertFalse(sizes.needs_none)
+        made = MOST + 1
+        self.assertEqual((sizes.instantiated, len(sizes.executables)), (made, made))
+        few, self.device.order = Sizes(1), (0, 1)
+        self.assertEqual(self.given(few, *graphs[:3]), [made + 1, 0, 0])
 
-    def test_stages_with_other_clusters(self):
-        sizes, cut = Sizes(8), {"stages": [[0], [1]]}
-        self.given(sizes, *[(n, 1) for n in range(1, 1 + ALIKE)], **cut)
-        _, made = self.launchers(sizes, clusters(9, 1), **cut)
-        self.assertEqual([each.apart for each in made], [True, True])
-        # Stages that no executable has are instantiated, whatever their clusters.
-        _, made = self.launchers(sizes, clusters(9, 1))
-        self.assertEqual([each.apart for each in made], [False])
-        self.assertEqual(self.device.made, 1 + ALIKE)
+    def test_stages_without_an_executable(self):
+        sizes, self.device.order = Sizes(1), (0, 1)
+        self.launchers(sizes, graph(3))
+        for starts in ((), (0, 1), (0, 1)):
+            _, made = self.launchers(sizes, clusters(9, 1), stages=[[0], [1]])
+            self.assertEqual([each.executable for each in made], [0, 0])
+            # A graph of as many nodes is cut where the one before was.
+            self.assertEqual(self.asked[-1], starts)
+        self.launchers(sizes, graph(4))
+        self.assertEqual(self.asked[-1], ())
 
     def test_stages(self):
         sizes = Sizes(8)
@@ -193,59 +202,52 @@ class TestSizes(TestCase):
 
     def test_calls_were_left_out(self):
         """There is no graph of the driver's that could be instantiated."""
-        sizes, left_out = Sizes(8), {"repeats": ["a call"]}
+        sizes, left_out = Sizes(2), {"repeats": ["a call"]}
         with self.assertRaisesRegex(NoExecutable, "has these nodes"):
             self.launchers(sizes, graph(), **left_out)
         self.launchers(sizes, graph())
         _, (made,) = self.launchers(sizes, graph(), **left_out)
         self.assertEqual((made.executable, sizes.fitted), (1, 1))
-        # Workspaces live longer then, so that stages may seem to pay.
-        cut = {"stages": [[0], [1]]}
-        found, made = self.launchers(sizes, graph(), **cut, **left_out)
-        self.assertEqual((found.stages, len(made), sizes.fitted), ((), 1, 2))
-        self.launchers(sizes, graph(), **cut)
-        self.assertEqual((self.device.made, sizes.fitted), (2, 0))
-        _, made = self.launchers(sizes, graph(), **cut, **left_out)
-        self.assertEqual([each.executable for each in made], [2, 2])
+        self.device.order = 0, 1
         for other in (graph(3), graph(partial=((0, 1),))):
             with self.assertRaises(NoExecutable):
                 self.launchers(sizes, other, **left_out)
+        self.launchers(sizes, graph(3))
+        self.assertEqual(self.given(sizes, graph(4), **left_out), [0])
         self.assertEqual((self.device.made, len(sizes.executables)), (2, 2))
 
-    def test_order_for_a_graph_that_will_hardly_need_an_executable(self):
-        sizes, order = Sizes(8), clusters(1, 1)
-        order = dataclasses.replace(order, edges=((1, 0),))
-        self.assertEqual(sizes.stream_order(), ())
+    def test_calls_may_be_left_out(self):
+        """If the next graph will hardly have to be instantiated."""
+        sizes = Sizes(2)
         for _ in range(1 + FITTED):
-            self.assertEqual(sizes.stream_order(), ())
-            self.launchers(sizes, order)
-        self.assertEqual(sizes.stream_order(), (1, 0))
+            self.assertFalse(sizes.may_leave_out())
+            self.launchers(sizes, graph())
+        self.assertTrue(sizes.may_leave_out())
         self.launchers(sizes, graph(3))  # it is instantiated
-        self.assertEqual(sizes.stream_order(), ())
-        self.launchers(sizes, order)
-        self.assertEqual(sizes.stream_order(), ())
-        self.launchers(sizes, order)
-        self.assertEqual(sizes.stream_order(), (1, 0))
-        for _ in range(1 + FITTED):
-            self.launchers(sizes, graph(3))
-        self.assertEqual(sizes.stream_order(), ())  # node 2 may run beside the others
-
-    def test_order_for_any_clusters(self):
-        for order, wanted in (((), (0, 1)), (None, ())):
-            sizes, self.device.order = Sizes(8), order
-            for n in range(ALIKE):
-                self.assertEqual(sizes.stream_order(), ())
-                self.launchers(sizes, clusters(1 + n, 1))
-            self.assertEqual(sizes.stream_order(), wanted)
+        self.assertFalse(sizes.may_leave_out())
+        self.device.order = 0, 1
+        self.launchers(sizes, graph(4))  # it needs no executable
+        self.assertTrue(sizes.may_leave_out())
 
     def test_captures_from_which_no_call_can_be_left_out(self):
         sizes = Sizes(8)
-        for _ in range(1 + FITTED):
-            self.launchers(sizes, graph())
-        for _ in range(DIFFERED):
-            self.assertEqual(sizes.stream_order(), (0, 1))
-            sizes.note_differs()
-        self.assertEqual(sizes.stream_order(), ())
+        sizes.needs_none = True
+        for worked in (False,) * (DIFFERED - 1) + (True,) + (False,) * DIFFERED:
+            self.assertTrue(sizes.may_leave_out())
+            sizes.note_left_out(worked)
+        self.assertFalse(sizes.may_leave_out())
+
+    def test_numbers_of_nodes(self):
+        """Those of an executable that can be set to the nodes, which are in order."""
+        sizes, two = Sizes(8), clusters(1, 2)
+        self.assertEqual(sizes.numbers_of(two.nodes), ())
+        self.launchers(sizes, dataclasses.replace(two, edges=((1, 0),)))
+        self.launchers(sizes, graph(3))  # node 2 may run beside the others
+        self.assertEqual(sizes.numbers_of(two.nodes[::-1]), (1, 0))
+        for others in (two.nodes, graph(2).nodes, two.nodes[:1], graph(3).nodes):
+            self.assertEqual(sizes.numbers_of(others), ())
+        self.launchers(sizes, clusters(2, 1))
+        self.assertEqual(sizes.numbers_of(two.nodes[::-1]), (0, 1))  # the latest
 
     def test_sizes_that_wait_for_a_capture(self):
         sizes, new = Sizes(8), state(spent=0.2)
