@@ -1,6 +1,7 @@
 # Owner(s): ["module: inductor"]
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -58,6 +59,11 @@ class Recording:
 
 def empty(size, stride, dtype):
     return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def call_of(result, *args):
+    """A call of an operator, as Watch makes it."""
+    return functools.partial(lambda *call: result, torch.sin, args, {})
 
 
 class TestPlacing(TestCase):
@@ -168,7 +174,7 @@ class TestPlacing(TestCase):
             self.placed.clear()
             segments = (at, 2 << 20), (0x10, 4096)
             operators, placing = self.pools(plan, requested, *segments)
-            self.assertIs(operators.run(3, lambda: made), made)
+            self.assertIs(operators.run(3, call_of(made, made)), made)
             # An address that was used twice may have held what was larger.
             self.assertEqual(self.placed, {at: size})
             rest = (requested - 100 + 511) // 512 * 512
@@ -176,6 +182,41 @@ class TestPlacing(TestCase):
             self.assertEqual(operators.asked, {3: (2, requested)})
             self.assertEqual(placing.lives.life(0x10, 1).freed, 2)
             self.assertEqual(placing.lives.remaining(), [at])
+
+    def test_operators_that_allocate_alike(self):
+        """The allocator is asked for the first of them alone."""
+        operators, _ = self.pools(Plan(detail=True), 0)
+        asked, made, x = [], [None], torch.randn(3, 4)
+
+        @contextlib.contextmanager
+        def apart(known):
+            asked.append(known is None)
+            yield made[0]
+            made[0].count, made[0].requested = (1, 1000) if known is None else known
+
+        self.recording.apart = apart
+        for number, (sizes, *args) in enumerate(
+            [
+                ([4096], x, 1),
+                ([4096], x.clone(), 1),
+                ([4096], x, 1.0),
+                ([4096], x.t(), 1),
+                ([8192], x, 1),
+                ([4096], [x]),
+                ([4096], [x]),
+                ([4096], x.to_sparse()),
+                ([4096], x, [1, 2]),
+                ([4096], x, [1, 2]),
+            ]
+        ):
+            segments = {(k + 1) << 20: size for k, size in enumerate(sizes)}
+            made[0] = SimpleNamespace(segments=segments, once=True)
+            operators.run(number, call_of(torch.empty(0), *args))
+        known = [True, False, True, True, False, True, True, True, True, False]
+        self.assertEqual(asked, known)
+        # All of a segment may be in use that is not as before.
+        wanted = dict.fromkeys(range(10), (1, 1000)) | {4: (-1, 8192)}
+        self.assertEqual(operators.asked, wanted)
 
     def test_other_operators(self):
         for plan, wanted in ((Plan(), False), (Plan(watch=True), True)):
