@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 from torch._inductor.cudagraph_relaunch import launcher, memcpy_nodes, native
-from torch._inductor.cudagraph_relaunch.launcher import Launcher
+from torch._inductor.cudagraph_relaunch.launcher import ByNode, Launcher
 from torch._inductor.cudagraph_relaunch.nodes import (
     CopyNode,
     KernelNode,
@@ -101,23 +101,24 @@ class TestLauncher(TestCase):
         self.assertEqual((executable, given, second.direct), (EXECUTABLE, shared, True))
         self.assertEqual([node.handle for node in nodes], [10, 11])
 
-    def test_kernels_with_other_attributes(self):
-        """They are launched one by one, for a launch can't set attributes."""
-        shared, asked = object(), []
-
-        def apart(shared, template):
-            asked.append((shared, template))
-            return "apart"
-
-        first = Launcher(Graph(), template([kernel(0, 10)]), True, shared)
-        with mock.patch.object(native, "apart", apart):
-            second = first.like(template([kernel(0, 20)]), apart=True)
-            self.assertEqual(asked, [(shared, second.template)])
-            third = second.like(template([kernel(0, 30)]))
-        self.assertEqual(len(asked), 1)
-        used = [made.exec.args[-1] for made in (first, second, third)]
-        self.assertEqual(used, [shared, "apart", shared])
-        self.assertEqual([made.shared for made in (second, third)], [shared] * 2)
+    def test_kernels_one_by_one(self):
+        """There is no executable."""
+        given = template([kernel(0, 10), kernel(1, 11)])
+        before = len(launcher.live_launchers)
+        with mock.patch.object(native, "apart") as apart:
+            made = ByNode(given, (1, 0))
+        apart.assert_called_once_with(given, (1, 0))
+        parts = given.nodes, given.slots, given.regions, given.numbers
+        self.assertEqual(made.exec.args, (0, *parts, apart.return_value))
+        self.assertEqual((made.nodes, made.direct), (2, True))
+        self.assertIs(made.template, given)
+        # It shares nothing, so no graph is dropped along with an executable.
+        self.assertEqual((made.shared, made.patcher), (None, None))
+        made.patch([5], [0])
+        self.assertEqual(made.exec.patched, [([5], [0])])
+        with self.assertRaisesRegex(RuntimeError, "there is no executable"):
+            made.replay()
+        self.assertEqual(len(launcher.live_launchers), before)
 
     def test_copies_are_patched_from_python(self):
         node = CopyNode(0, 10, 1, 2, 64, 1, 1, 0, 0, 0, 0, src_on_host=True)

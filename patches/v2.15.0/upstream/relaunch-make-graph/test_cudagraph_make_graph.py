@@ -20,9 +20,10 @@ from torch._inductor.cudagraph_relaunch.make_graph import (
     Work,
 )
 from torch._inductor.cudagraph_relaunch.nodes import CapturedGraph, KernelNode, Refusal
+from torch._inductor.cudagraph_relaunch.order import only_order
 from torch._inductor.cudagraph_relaunch.outputs import view_of
 from torch._inductor.cudagraph_relaunch.prove import prove
-from torch._inductor.cudagraph_relaunch.sizes import Sizes
+from torch._inductor.cudagraph_relaunch.sizes import MOST, Sizes
 from torch._inductor.cudagraph_relaunch.traced import Escaped
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.utils._python_dispatch import _disable_current_modes
@@ -113,7 +114,7 @@ class Recording:
 
 
 class Device:
-    concurrent = False
+    concurrent = by_nodes = False  # `by_nodes`: kernels can be launched one by one
 
     def __init__(self):
         self.recordings, self.proofs, self.failing, self.made = [], [], [], []
@@ -137,11 +138,17 @@ class Device:
     def instantiate(self, captured, arrangement, varies=None):
         self.made.append(varies is not None)
 
-        def like(template, apart):
-            assert not apart
+        def like(template):
             return template
 
         return arrangement, [SimpleNamespace(shared=len(self.made), like=like)]
+
+    def order_of(self, captured, graph):
+        return only_order(len(graph.nodes), graph.edges) if self.by_nodes else None
+
+    def by_node(self, template, order):
+        self.made.append(order)
+        return SimpleNamespace(shared=None)
 
     @property
     def gaps(self):
@@ -288,32 +295,47 @@ class TestMakeGraph(TestCase):
         values = [value for _, value in template.nodes[1].parameters]
         self.assertEqual(values[2], (9).to_bytes(8, "little"))
 
-    def test_calls_of_libraries_that_repeat_earlier_ones(self):
+    def capture_layers(self, n, calls=3, **plan):
+        """Return how many kernels were launched in each recording of so many calls of a
+        library."""
+
         def leaf(x, *, out):
             self.scope["kernel"].run(x, out, len(out), stream=0)
 
-        self.enterContext(mock.patch.object(library_calls, "LEAVES", (leaf,)))
-
-        def captures(n, calls=3, **plan):
-            """Return how many kernels were launched in each recording."""
-            text = LAYERS.replace("CALLS", str(calls))
-            plan = Plan(frozenset([calls - 1]), **plan)
-            work = self.work(text, plan, n, is_shared=True)
-            self.scope["extern_kernels"] = SimpleNamespace(leaf=leaf)
-            before = len(self.device.recordings)
+        text = LAYERS.replace("CALLS", str(calls))
+        plan = Plan(frozenset([calls - 1]), **plan)
+        work = self.work(text, plan, n, is_shared=True)
+        self.scope["extern_kernels"] = SimpleNamespace(leaf=leaf)
+        before = len(self.device.recordings)
+        with mock.patch.object(library_calls, "LEAVES", (leaf,)):
             arrangement, _ = make_graph(work)
-            self.assertEqual(len(arrangement.template.nodes), calls)
-            made = self.device.recordings[before:]
-            return [len(recording.launched) for recording in made]
+        self.assertEqual(len(arrangement.template.nodes), calls)
+        return [len(made.launched) for made in self.device.recordings[before:]]
 
+    def test_calls_of_libraries_that_repeat_earlier_ones(self):
+        captures = self.capture_layers
         self.assertEqual([captures(n) for n in (4, 5, 6)], [[3, 1], [3], [3]])
         # The first call is like no other, for its input has another size.
         self.assertEqual([captures(n) for n in (7, 8)], [[2], [2]])
         # No executable has as many nodes, or draws random numbers.
         self.assertEqual(captures(9, calls=4), [2, 4])
+        self.assertEqual(self.sizes.differed, 1)
         self.assertEqual([captures(n) for n in (10, 11, 12)], [[3], [3], [2]])
+        self.assertEqual(self.sizes.differed, 0)
         self.assertEqual(captures(13, drawn=(8,)), [2, 3])
-        self.assertEqual((self.device.made, self.sizes.differed), ([True] * 3, 2))
+        self.assertEqual((self.device.made, self.sizes.differed), ([True] * 3, 1))
+
+    def test_graphs_without_an_executable(self):
+        """They leave out calls, whatever the number of their nodes."""
+        self.device.by_nodes = True
+        captures, most = self.capture_layers, range(2, 2 + MOST)
+        made = [captures(20 + calls, calls) for calls in most]
+        self.assertEqual(made, [[2, 1], *[[calls] for calls in most[1:]]])
+        self.assertEqual([captures(30, calls=9), captures(31, calls=8)], [[9], [2]])
+        orders = [tuple(range(calls)) for calls in (9, 8)]
+        self.assertEqual(self.device.made, [*[True] * MOST, *orders])
+        # One that fits leaves out calls, too.
+        self.assertEqual((captures(32), self.sizes.differed), ([2], 0))
 
     def test_holes_of_the_allocator(self):
         code = Code("forward", 0, saved_outputs=frozenset([0]))

@@ -10,7 +10,6 @@ import torch
 from torch._inductor.cudagraph_relaunch import csrc, native
 from torch._inductor.cudagraph_relaunch.nodes import (
     EmptyNode,
-    FillNode,
     KernelNode,
     PointerSlot,
     Refusal,
@@ -82,20 +81,18 @@ class TestNative(TestCase):
         self.assertIsNone(native.shared(template).launches)
         shared = native.shared(template, (2, 1, 0))
         self.assertEqual(shared.launches, ((2, nodes[2].attributes), (0, b"")))
-        fill = FillNode(3, 13, 0x1000, 0, 4, 16, 1, 0)
-        template = Template(1, (*nodes, fill), ())
-        self.assertIsNone(native.shared(template, (2, 1, 0, 3)).launches)
 
-    def test_kernels_apart_from_the_executable(self):
+    def test_kernels_without_an_executable(self):
+        """They are launched one by one at every call, in the order."""
         native.implementation()
         nodes = kernel(0), EmptyNode(1, 11), kernel(2)
-        shared = native.shared(Template(1, nodes, ()), (2, 1, 0))
         cluster = bytes(64) + (2).to_bytes(64, "little") + bytes(5 * 64)
-        others = [dataclasses.replace(nodes[0], attributes=cluster), *nodes[1:]]
-        template = Template(1, tuple(others), ())
-        made = native.apart(shared, template)
+        nodes = dataclasses.replace(nodes[0], attributes=cluster), *nodes[1:]
+        made = native.apart(Template(1, nodes, ()), (2, 1, 0))
         self.assertEqual(made.launches, ((2, b""), (0, cluster)))
-        self.assertEqual(shared.launches, ((2, b""), (0, b"")))
+        # A stage has some of the nodes.
+        made = native.apart(Template(1, nodes[:2], ()), (2, 1, 0))
+        self.assertEqual(made.launches, ((0, cluster),))
 
     def test_module_that_cannot_be_built(self):
         self.extension.side_effect = csrc.NotBuiltError("there is no compiler")

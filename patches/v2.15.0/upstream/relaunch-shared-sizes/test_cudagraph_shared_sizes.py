@@ -1,6 +1,5 @@
 # Owner(s): ["module: inductor"]
 
-import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,12 +11,13 @@ from torch._inductor.cudagraph_relaunch.nodes import (
     KernelNode,
     Template,
 )
+from torch._inductor.cudagraph_relaunch.order import only_order
 from torch._inductor.cudagraph_relaunch.outputs import Layout
 from torch._inductor.cudagraph_relaunch.sizes import (
-    ALIKE,
     DIFFERED,
     EAGER,
     FITTED,
+    MOST,
     NoExecutable,
     OWN,
     SECONDS,
@@ -32,39 +32,55 @@ LAYOUT = Layout((), (), (), ())
 class Launcher:
     """A launcher of an executable, which has a number."""
 
-    def __init__(self, shared, template, apart=False):
-        self.shared, self.template, self.apart = shared, template, apart
+    def __init__(self, shared, template):
+        self.shared, self.template = shared, template
 
     @property
     def executable(self):
         return self.shared.number
 
-    def like(self, template, apart):
-        return Launcher(self.shared, template, apart)
+    def like(self, template):
+        return Launcher(self.shared, template)
+
+
+class ByNode:
+    """What launches kernels in an order; there is no executable."""
+
+    executable = shared = None
+
+    def __init__(self, template, order):
+        self.template, self.order = template, order
 
 
 class Device:
-    """Makes executables of arrangements. `order`: what `Shared.launches` is."""
+    """Makes executables of arrangements. `launches`: kernels can be launched one by
+    one."""
 
-    made, order = 0, ()
+    made, launches, by_node = 0, True, ByNode
 
     def instantiate(self, captured, arrangement, varies):
         assert isinstance(varies, CapturedGraph)  # what the executable is made of
         self.made += 1
         templates = [s.template for s in arrangement.stages] or [arrangement.template]
-        shared = SimpleNamespace(number=self.made, launches=self.order)
+        shared = SimpleNamespace(number=self.made)
         return arrangement, [Launcher(shared, template) for template in templates]
+
+    def order_of(self, captured, graph):
+        assert captured.recording.fixed is not None
+        return only_order(len(graph.nodes), graph.edges) if self.launches else None
 
 
 def state(**fields):
     return SimpleNamespace(**{"relaunch": None, "spent": 0.0, "alone": False, **fields})
 
 
-def clusters(*sizes):
-    """A graph of kernels that are launched in clusters of these sizes."""
+def clusters(*sizes, step=1):
+    """A graph of kernels that are launched in clusters of these sizes, one after
+    another; the last one comes first if `step` is -1."""
     launch = "mm", 7, 0, 0, (1, 1, 1), (32, 1, 1), 0, ()
     nodes = [KernelNode(i, 10 + i, *launch, bytes([n])) for i, n in enumerate(sizes)]
-    return CapturedGraph(tuple(nodes), ((0, 1),), (), 0, 1)
+    order = range(len(sizes))[::step]
+    return CapturedGraph(tuple(nodes), tuple(zip(order, order[1:])), (), 0, 1)
 
 
 def graph(nodes=2, **fields):
@@ -87,8 +103,8 @@ class TestSizes(TestCase):
             for i, nodes in enumerate(parts)
         )
         whole = Arrangement(LAYOUT, template)
-        numbers = tuple(range(len(stages)))
-        return Arrangement(LAYOUT, template, stages, numbers, whole=whole)
+        cuts = tuple([10 * i for i in range(len(stages))])
+        return Arrangement(LAYOUT, template, stages, cuts, whole=whole)
 
     def launchers(
         self, sizes, graph, template=None, stages=(), fixed=(), drawn=(), repeats=()
@@ -124,7 +140,7 @@ class TestSizes(TestCase):
         self.assertTrue(sizes.keeps(first.shared))
 
     def test_graphs_that_do_not_fit(self):
-        sizes = Sizes(8)
+        sizes, self.device.launches = Sizes(8), False
         for given, kwargs in (
             (graph(), {}),
             (graph(3), {}),
@@ -138,40 +154,74 @@ class TestSizes(TestCase):
         self.assertEqual((self.device.made, len(sizes.executables)), (7, 7))
 
     def given(self, sizes, *clusters_of, **kwargs):
-        """What graphs get: the number of their executable, and are they apart?"""
+        """The executables that graphs get; None for those that have none."""
         made = [
             self.launchers(sizes, clusters(*each), **kwargs)[1] for each in clusters_of
         ]
-        return [(each[0].executable, each[0].apart) for each in made]
+        return [each[0].executable for each in made]
 
-    def test_graphs_that_differ_in_clusters(self):
-        sizes = Sizes(8)
-        few = [(n, 1) for n in range(1, 1 + ALIKE)]
-        self.assertEqual(
-            self.given(sizes, *few), [(n, False) for n in range(1, 1 + ALIKE)]
-        )
-        # The fifth combination, and further ones, use the latest executable.
-        self.assertEqual(self.given(sizes, (9, 1), (1, 9)), [(ALIKE, True)] * 2)
-        self.assertEqual(self.given(sizes, few[0], (9, 1)), [(1, False), (1, True)])
-        self.assertEqual((self.device.made, sizes.instantiated), (ALIKE, ALIKE))
-        # Another shape has as many.
-        self.assertEqual(self.given(sizes, (9, 1, 1)), [(1 + ALIKE, False)])
+    def test_graphs_that_fit_none_of_four(self):
+        """They differ in clusters, and in the number of nodes."""
+        sizes, few = Sizes(8), [(n,) * n for n in range(1, 1 + MOST)]
+        numbers = list(range(1, 1 + MOST))
+        self.assertEqual(self.given(sizes, *few), numbers)
+        others = [(9,), (9, 1), (1,) * 9]
+        self.assertEqual(self.given(sizes, *others, *others), [None] * 6)
+        self.assertEqual(self.given(sizes, *few), numbers)
+        self.assertEqual((self.device.made, sizes.instantiated), (MOST, MOST))
+        self.assertEqual(len(sizes.executables), MOST)
+        template = Template(0, (), ("slots",))
+        last_first = clusters(1, 9, 9, step=-1)
+        arrangement, (made,) = self.launchers(sizes, last_first, template)
+        self.assertEqual((made.template, made.order), (template, (2, 1, 0)))
+        self.assertIs(arrangement.template, template)
 
-    def test_clusters_of_kernels_that_may_run_side_by_side(self):
-        self.device.order = None
-        wanted = [(n, False) for n in range(1, 3 + ALIKE)]
-        many = [(n, 1) for n in range(1, 3 + ALIKE)]
-        self.assertEqual(self.given(Sizes(8), *many), wanted)
+    def test_fewer_executables_are_allowed(self):
+        sizes = Sizes(2)
+        self.assertEqual(self.given(sizes, (1,), (2,), (3,), (1,)), [1, 2, None, 1])
 
-    def test_stages_with_other_clusters(self):
+    def test_kernels_that_can_not_be_launched_one_by_one(self):
+        sizes, self.device.launches = Sizes(8), False
+        many = [(n, 1) for n in range(1, 3 + MOST)]
+        self.assertEqual(self.given(sizes, *many), [n for n, _ in many])
+        side_by_side = graph(3)
+        self.device.launches = True
+        _, (made,) = self.launchers(sizes, side_by_side)
+        self.assertEqual(made.executable, 3 + MOST)
+
+    def test_stages_without_an_executable(self):
         sizes, cut = Sizes(8), {"stages": [[0], [1]]}
-        self.given(sizes, *[(n, 1) for n in range(1, 1 + ALIKE)], **cut)
-        _, made = self.launchers(sizes, clusters(9, 1), **cut)
-        self.assertEqual([each.apart for each in made], [True, True])
-        # Stages that no executable has are instantiated, whatever their clusters.
-        _, made = self.launchers(sizes, clusters(9, 1))
-        self.assertEqual([each.apart for each in made], [False])
-        self.assertEqual(self.device.made, 1 + ALIKE)
+        self.given(sizes, *[(n, 1) for n in range(1, 1 + MOST)], **cut)
+        arrangement, made = self.launchers(sizes, clusters(9, 1), **cut)
+        self.assertEqual([each.executable for each in made], [None, None])
+        templates = [stage.template for stage in arrangement.stages]
+        self.assertEqual([each.template for each in made], templates)
+        self.assertEqual([each.order for each in made], [(0, 1)] * 2)
+        self.assertEqual(self.asked[-1], ())
+        # A graph with as many nodes is cut where that one was.
+        self.launchers(sizes, clusters(8, 1), **cut)
+        self.assertEqual(self.asked[-1], (0, 10))
+        self.launchers(sizes, clusters(1, 1, 1), stages=[[0], [1], [2]])
+        self.assertEqual(self.asked[-1], ())
+        for nodes, starts in ((3, (0, 10, 20)), (2, (0, 10))):
+            self.launchers(sizes, clusters(*[7] * nodes))
+            self.assertEqual(self.asked[-1], starts)
+        # The latest ones of three nodes, and of two, were not cut.
+        for nodes in (3, 2):
+            self.launchers(sizes, clusters(*[8] * nodes))
+            self.assertEqual(self.asked[-1], ())
+
+    def test_graph_that_can_not_be_cut(self):
+        """The driver refuses, so the graph is launched as a whole."""
+
+        def instantiate(captured, arrangement, varies):
+            return Device.instantiate(self.device, captured, arrangement.whole, varies)
+
+        sizes, cut = Sizes(8), {"stages": [[0], [1]]}
+        with mock.patch.object(self.device, "instantiate", instantiate):
+            self.launchers(sizes, graph(), **cut)
+        found, (made,) = self.launchers(sizes, graph(), **cut)
+        self.assertEqual((found.stages, made.executable), ((), 1))
 
     def test_stages(self):
         sizes = Sizes(8)
@@ -180,10 +230,10 @@ class TestSizes(TestCase):
         self.assertEqual([each.executable for each in (*made, *again)], [1] * 4)
         templates = [stage.template for stage in arrangement.stages]
         self.assertEqual([each.template for each in again], templates)
-        self.assertEqual(self.asked[-1], (0, 1))  # it is cut where the other was
+        self.assertEqual(self.asked[-1], (0, 10))  # it is cut where the other was
 
     def test_latest_used_are_kept(self):
-        sizes = Sizes(2)
+        sizes, self.device.launches = Sizes(2), False
         first = self.launchers(sizes, graph())[1][0].shared
         second = self.launchers(sizes, graph(3))[1][0].shared
         self.launchers(sizes, graph())  # it is used again
@@ -199,53 +249,61 @@ class TestSizes(TestCase):
         self.launchers(sizes, graph())
         _, (made,) = self.launchers(sizes, graph(), **left_out)
         self.assertEqual((made.executable, sizes.fitted), (1, 1))
-        # Workspaces live longer then, so that stages may seem to pay.
-        cut = {"stages": [[0], [1]]}
-        found, made = self.launchers(sizes, graph(), **cut, **left_out)
-        self.assertEqual((found.stages, len(made), sizes.fitted), ((), 1, 2))
-        self.launchers(sizes, graph(), **cut)
-        self.assertEqual((self.device.made, sizes.fitted), (2, 0))
-        _, made = self.launchers(sizes, graph(), **cut, **left_out)
-        self.assertEqual([each.executable for each in made], [2, 2])
-        for other in (graph(3), graph(partial=((0, 1),))):
+        for other, fields in (
+            (graph(3), {}),
+            (graph(partial=((0, 1),)), {}),
+            (graph(), {"stages": [[0], [1]]}),
+        ):
             with self.assertRaises(NoExecutable):
-                self.launchers(sizes, other, **left_out)
-        self.assertEqual((self.device.made, len(sizes.executables)), (2, 2))
+                self.launchers(sizes, other, **fields, **left_out)
+        self.assertEqual((self.device.made, len(sizes.executables)), (1, 1))
+        for n in range(1, MOST):
+            self.launchers(sizes, clusters(n, 1))
+        _, (made,) = self.launchers(sizes, clusters(9, 1), **left_out)
+        self.assertIsNone(made.executable)
+        with self.assertRaises(NoExecutable):  # its nodes may run side by side
+            self.launchers(sizes, graph(3), **left_out)
+        self.assertEqual(self.device.made, MOST)
 
-    def test_order_for_a_graph_that_will_hardly_need_an_executable(self):
-        sizes, order = Sizes(8), clusters(1, 1)
-        order = dataclasses.replace(order, edges=((1, 0),))
-        self.assertEqual(sizes.stream_order(), ())
-        for _ in range(1 + FITTED):
-            self.assertEqual(sizes.stream_order(), ())
-            self.launchers(sizes, order)
-        self.assertEqual(sizes.stream_order(), (1, 0))
-        self.launchers(sizes, graph(3))  # it is instantiated
-        self.assertEqual(sizes.stream_order(), ())
-        self.launchers(sizes, order)
-        self.assertEqual(sizes.stream_order(), ())
-        self.launchers(sizes, order)
-        self.assertEqual(sizes.stream_order(), (1, 0))
-        for _ in range(1 + FITTED):
-            self.launchers(sizes, graph(3))
-        self.assertEqual(sizes.stream_order(), ())  # node 2 may run beside the others
-
-    def test_order_for_any_clusters(self):
-        for order, wanted in (((), (0, 1)), (None, ())):
-            sizes, self.device.order = Sizes(8), order
-            for n in range(ALIKE):
-                self.assertEqual(sizes.stream_order(), ())
-                self.launchers(sizes, clusters(1 + n, 1))
-            self.assertEqual(sizes.stream_order(), wanted)
+    def test_graphs_that_will_hardly_need_an_executable(self):
+        """So calls may be left out."""
+        sizes = Sizes(8)
+        for nodes in (2, 3):
+            for _ in range(1 + FITTED):
+                self.assertFalse(sizes.may_leave_out())
+                self.launchers(sizes, graph(nodes))
+            self.assertTrue(sizes.may_leave_out())
+            self.launchers(sizes, clusters(nodes))  # it is instantiated
+        self.assertFalse(sizes.may_leave_out())
+        self.launchers(sizes, clusters(9))
+        self.assertTrue(sizes.may_leave_out())  # the next one will need none, either
+        self.launchers(sizes, graph())
+        self.assertTrue(sizes.may_leave_out())
+        self.launchers(sizes, graph(4))  # but one that may run side by side does
+        self.assertFalse(sizes.may_leave_out())
 
     def test_captures_from_which_no_call_can_be_left_out(self):
         sizes = Sizes(8)
         for _ in range(1 + FITTED):
             self.launchers(sizes, graph())
-        for _ in range(DIFFERED):
-            self.assertEqual(sizes.stream_order(), (0, 1))
-            sizes.note_differs()
-        self.assertEqual(sizes.stream_order(), ())
+        for worked in (*[False] * (DIFFERED - 1), True, *[False] * DIFFERED):
+            self.assertTrue(sizes.may_leave_out())
+            sizes.note_left_out(worked)
+        self.assertFalse(sizes.may_leave_out())
+
+    def test_numbers_of_nodes(self):
+        """They are those of an executable with as many nodes that run in one order."""
+        sizes = Sizes(8)
+        self.launchers(sizes, clusters(1, 1, 1, step=-1))
+        self.launchers(sizes, graph(3))
+        self.launchers(sizes, clusters(1, 1))
+        wanted = [(3, [2, 1, 0]), (2, [0, 1]), (4, [0, 1, 2, 3])]
+        found = [(count, [*sizes.numbers_of(count)]) for count, _ in wanted]
+        self.assertEqual(found, wanted)
+        self.launchers(sizes, clusters(1, 1, step=-1))  # the latest one counts
+        self.assertEqual(sizes.numbers_of(2), (1, 0))
+        self.launchers(sizes, clusters(1, 1))
+        self.assertEqual(sizes.numbers_of(2), (0, 1))
 
     def test_sizes_that_wait_for_a_capture(self):
         sizes, new = Sizes(8), state(spent=0.2)

@@ -4,11 +4,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
-from torch._inductor.cudagraph_relaunch.executable import (
-    attributes_of,
-    Executable,
-    Shape,
-)
+from torch._inductor.cudagraph_relaunch.executable import Executable, Shape
 from torch._inductor.cudagraph_relaunch.functions import Functions, without
 from torch._inductor.cudagraph_relaunch.nodes import (
     CapturedGraph,
@@ -273,6 +269,7 @@ class TestExecutable(TestCase):
         for node in (
             EmptyNode(0, 0),
             dataclasses.replace(first, ctx=1),
+            dataclasses.replace(first, attributes=b"cluster"),
         ):
             changed.append(dataclasses.replace(self.graph, nodes=(node, *rest)))
         for graph in changed:
@@ -280,41 +277,11 @@ class TestExecutable(TestCase):
         self.assertNotEqual(self.shape(self.graph, fixed=(1 << 40,)), wanted)
         self.assertNotEqual(self.shape(self.graph, drawn=(8,)), wanted)
 
-    def test_attributes(self):
-        """They are apart from the shape, for kernels can be launched one by one."""
-        first, *rest = self.graph.nodes
-        first = dataclasses.replace(first, attributes=b"cluster")
-        graph = dataclasses.replace(self.graph, nodes=(first, *rest))
-        self.assertEqual(self.shape(graph), self.shape(self.graph))
-        self.assertEqual(attributes_of(self.graph), (b"",) * 4)
-        for nodes in (graph.nodes, (EmptyNode(0, 0), *graph.nodes)):
-            graph = dataclasses.replace(self.graph, nodes=nodes)
-            self.assertEqual(attributes_of(graph), (b"cluster", b"", b"", b""))
-
-    def executable(self, arrangement, *launchers):
-        shape, attributes = self.shape(self.graph), attributes_of(self.graph)
-        return Executable(shape, attributes, arrangement, [*launchers])
-
-    def test_kernels_one_by_one(self):
-        """Each stage has to know the order of its kernels."""
-
-        def launcher(launches):
-            return SimpleNamespace(shared=SimpleNamespace(launches=launches))
-
-        known, unknown, alone = launcher(()), launcher(None), SimpleNamespace(shared=5)
-        for launchers, wanted in (
-            ((known, known), True),
-            ((known, unknown), False),
-            ((alone,), False),
-        ):
-            made = self.executable(None, *launchers)
-            self.assertEqual(made.can_launch_by_node, wanted)
-
     def test_stages(self):
         def arrangement(*stages):
             return SimpleNamespace(stages=[SimpleNamespace(nodes=s) for s in stages])
 
-        made = self.executable(arrangement((0, 1), (2, 3)))
+        made = Executable(self.shape(self.graph), arrangement((0, 1), (2, 3)), [])
         self.assertTrue(made.fits(arrangement((0, 1), (2, 3))))
         for other in (arrangement(), arrangement((0,), (1, 2, 3)), arrangement((0, 1))):
             self.assertFalse(made.fits(other))
