@@ -328,10 +328,12 @@ class TestMakeGraph(TestCase):
     def test_graphs_without_an_executable(self):
         """They leave out calls, whatever the number of their nodes."""
         self.device.by_nodes = True
+        self.sizes.numbers_of = mock.Mock(side_effect=self.sizes.numbers_of)
         captures, most = self.capture_layers, range(2, 2 + MOST)
         made = [captures(20 + calls, calls) for calls in most]
         self.assertEqual(made, [[2, 1], *[[calls] for calls in most[1:]]])
         self.assertEqual([captures(30, calls=9), captures(31, calls=8)], [[9], [2]])
+        self.sizes.numbers_of.assert_called_once_with(8)
         orders = [tuple(range(calls)) for calls in (9, 8)]
         self.assertEqual(self.device.made, [*[True] * MOST, *orders])
         # One that fits leaves out calls, too.

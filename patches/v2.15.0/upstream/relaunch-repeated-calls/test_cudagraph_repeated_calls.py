@@ -69,6 +69,14 @@ class TestWithRepeats(TestCase):
         self.assertEqual(graph.edges, ((0, 1), (1, 2), (2, 3), (4, 0)))
         self.assertIs(template.nodes, graph.nodes)
 
+    def test_nodes_are_numbered_in_the_order_of_the_stream(self):
+        """If no executable has as many, whose number is asked for."""
+        graph, template, _ = self.expand(range(9))
+        names = [node.name for node in graph.nodes]
+        self.assertEqual(names, ["k2", "k0", "k1", "k2", "k0"])
+        self.assertEqual(graph.edges, ((0, 1), (1, 2), (2, 3), (3, 4)))
+        self.assertIs(template.nodes, graph.nodes)
+
     def test_pointers_are_those_of_the_call_that_was_left_out(self):
         slots = [(0, 0, 0, 1, 64), (0, 1, 0, 4, 8), (1, 0, 0, 2, 0), (2, 0, 0, 2, 256)]
         slots += [(2, 1, 0, 4, 0), (3, 0, 0, 3, 0), (3, 1, 0, 4, 8), (4, 0, 0, 0, 0)]

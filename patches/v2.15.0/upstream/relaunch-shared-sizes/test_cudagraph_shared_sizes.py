@@ -297,7 +297,7 @@ class TestSizes(TestCase):
         self.launchers(sizes, clusters(1, 1, 1, step=-1))
         self.launchers(sizes, graph(3))
         self.launchers(sizes, clusters(1, 1))
-        wanted = [(3, [2, 1, 0]), (2, [0, 1]), (4, [0, 1, 2, 3])]
+        wanted = [(3, [2, 1, 0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (1, [0])]
         found = [(count, [*sizes.numbers_of(count)]) for count, _ in wanted]
         self.assertEqual(found, wanted)
         self.launchers(sizes, clusters(1, 1, step=-1))  # the latest one counts
