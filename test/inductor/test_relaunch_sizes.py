@@ -16,7 +16,8 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import region_graphs
+from torch_overlay._inductor.relaunch import live, region_graphs
+from torch_overlay._inductor.relaunch.launch import launcher
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes import sizes
@@ -355,6 +356,11 @@ class TestSizesInTurn(Native, SizesTestCase):
         calls = {n: run.states[(n,)].relaunch.call for n in (7, 8, 9)}
         self.assertEqual([(call.launches, call.by_node) for call in calls.values()], [(3, 3), (4, 4), (2, 2)])
         self.assertTrue(all(state.relaunch is not None for state in run.states.values()))
+        launchers = [state.relaunch.launcher for state in run.states.values()]
+        of_executables = [each for each in launchers if not isinstance(each, launcher.ByNode)]
+        self.assertLess(len(of_executables), len(launchers))
+        bare = [replay.__self__ for replay in live.bare_replays()]
+        self.assertCountEqual([each for each in bare if each in launchers], of_executables)
 
     def test_clusters_of_stages(self):
         self.cut_into_stages()

@@ -60,5 +60,7 @@ def stats() -> dict[str, int]:
 
 
 def bare_replays() -> list[Callable[[], None]]:
-    """Return functions that launch the live graphs without patching any pointer, for benchmarks."""
-    return [r.launcher.replay for r in list(relaunch.live) if r.totals[0]]
+    """Return functions that launch the live graphs without patching any pointer, for benchmarks. Graphs without an
+    executable have none."""
+    launchers = [r.launcher for r in list(relaunch.live) if r.totals[0]]
+    return [each.replay for each in launchers if not isinstance(each, launcher.ByNode)]

@@ -21,6 +21,8 @@ from torch._inductor.cudagraph_relaunch.device import check_libraries, Cuda
 from torch._inductor.cudagraph_relaunch.driver import DriverError
 from torch._inductor.cudagraph_relaunch.nodes import (
     CapturedGraph,
+    EmptyNode,
+    FillNode,
     KernelNode,
     PointerSlot,
     Refusal,
@@ -217,6 +219,23 @@ class TestGraphs(DeviceTestCase):
         relaxed.reset_mock()
         self.assertEqual(relax(), graph.edges)
         relaxed.assert_not_called()
+
+    def test_order_in_which_kernels_can_be_launched_one_by_one(self):
+        fill = FillNode(1, 11, LOW, 0, 4, 16, 1, 0)
+        for node, edges, fixed, wanted in (
+            (kernel(1), [(1, 0)], (), (1, 0)),
+            (EmptyNode(1, 11), [(1, 0)], (), (1, 0)),
+            (fill, [(1, 0)], (), None),
+            (kernel(1), [(1, 0)], [LOW], None),  # torch launches it, which draws
+            (kernel(1), [], (), None),  # they may run side by side
+        ):
+            graph = graph_of(kernel(0), node, edges=edges)
+            self.assertEqual(self.device.order_of(captured(fixed), graph), wanted)
+
+    def test_graph_without_an_executable(self):
+        made, template = self.replace(module, "ByNode"), object()
+        self.assertIs(self.device.by_node(template, (1, 0)), made.return_value)
+        made.assert_called_once_with(template, (1, 0))
 
     def test_blocks_that_run_at_once(self):
         properties = SimpleNamespace(multi_processor_count=132)

@@ -1,6 +1,9 @@
 # Owner(s): ["module: inductor"]
 
+import dataclasses
 import gc
+import tempfile
+import unittest
 from unittest import mock
 
 import torch
@@ -8,15 +11,28 @@ from torch._inductor.cudagraph_relaunch import launcher, memcpy_nodes, native
 from torch._inductor.cudagraph_relaunch.launcher import ByNode, Launcher
 from torch._inductor.cudagraph_relaunch.nodes import (
     CopyNode,
+    EmptyNode,
     KernelNode,
     PointerSlot,
     Template,
 )
 from torch._inductor.cudagraph_relaunch.subgraph import Part
+from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.cuda_node_stand_in import DRIVER, noted
+from torch.utils._triton import has_triton_package
 
 
 EXECUTABLE, STREAM = 0xE0, 0x57
+LAUNCHES = """
+typedef struct { unsigned shape[8]; uint64_t stream; } Config;
+int cuStreamIsCapturing(uint64_t stream, int *status) { return *status = 0; }
+int cuGraphLaunch(uint64_t exec, uint64_t stream) { return note(3, exec, 0, 0, stream); }
+int cuLaunchKernelEx(const Config *config, uint64_t function, uint64_t **arguments,
+                     void **extra) {
+  return note(4, function, arguments[0][0], 0, config->stream);
+}
+"""
 
 
 class Exec:
@@ -101,19 +117,25 @@ class TestLauncher(TestCase):
         self.assertEqual((executable, given, second.direct), (EXECUTABLE, shared, True))
         self.assertEqual([node.handle for node in nodes], [10, 11])
 
-    def test_kernels_without_an_executable(self):
+    def test_kernels_one_by_one(self):
+        """There is no executable."""
         given = template([kernel(0, 10), kernel(1, 11)])
-        with mock.patch.object(native, "apart", mock.Mock()) as apart:
+        given = dataclasses.replace(given, numbers=("a number",))
+        before = len(launcher.live_launchers)
+        with mock.patch.object(native, "apart") as apart:
             made = ByNode(given, (1, 0))
         apart.assert_called_once_with(given, (1, 0))
-        wanted = given.nodes, given.slots, given.regions, given.numbers
-        self.assertEqual(made.exec.args, (0, *wanted, apart.return_value))
+        parts = given.nodes, given.slots, given.regions, given.numbers
+        self.assertEqual(made.exec.args, (0, *parts, apart.return_value))
         self.assertEqual((made.nodes, made.direct), (2, True))
+        self.assertIs(made.template, given)
+        # It shares nothing, so no graph is dropped along with an executable.
         self.assertEqual((made.shared, made.patcher), (None, None))
         made.patch([5], [0])
         self.assertEqual(made.exec.patched, [([5], [0])])
-        with self.assertRaisesRegex(RuntimeError, "no executable"):
+        with self.assertRaisesRegex(RuntimeError, "there is no executable"):
             made.replay()
+        self.assertEqual(len(launcher.live_launchers), before)
 
     def test_copies_are_patched_from_python(self):
         node = CopyNode(0, 10, 1, 2, 64, 1, 1, 0, 0, 0, 0, src_on_host=True)
@@ -143,6 +165,52 @@ class TestLauncher(TestCase):
             stream.return_value.cuda_stream = STREAM
             launcher.upload(Graph())
         driver.upload.assert_called_once_with(EXECUTABLE, STREAM)
+
+
+@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+class TestByNode(TestCase):
+    def test_launches(self):
+        """However often it is launched, nothing is set, and no graph is launched."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        built, library = cuda_driver_stand_in.build_module(DRIVER + LAUNCHES, folder)
+        module = native.complete(built.relaunch)
+        self.enterContext(mock.patch.object(native, "implementation", lambda: module))
+        library.reset(0)
+        nodes = kernel(0, 10), EmptyNode(1, 11), kernel(2, 12)
+        slots = tuple(PointerSlot(k, 0, 0, 0, k) for k in (0, 2))
+        made = ByNode(Template(1, nodes, slots), (2, 1, 0))
+        call = made.exec.call(
+            positions=(0,),
+            masks=(3,),
+            allocations=(),
+            slab=None,
+            types=(),
+            scratch=None,
+            numbers=((), (), (), ()),
+            order=(),
+            recipes=((0, 0, 5, None, None, None),),  # what is given
+            empty=self.fail,
+            reinterpret=self.fail,
+            outputs=None,
+            replay=made.replay,
+            direct=made.direct,
+            raw=(None, None, 0, (0, 0, 0)),
+            current=lambda: 0,
+            index=0,
+            stream_of=lambda index: STREAM,
+            is_capturing=self.fail,
+            misaligned=ValueError,
+            counters={"test": {"launches": 0}},
+            group="test",
+            counter="launches",
+        )
+        x, y = torch.randn(4), torch.randn(4)
+        for given in (x, x, x, x, y, x):
+            self.assertEqual(call.attempt([given]), (5,))
+            at = given.data_ptr()
+            rows = [(4, 7, at + 2, 0, STREAM), (4, 7, at, 0, STREAM)]
+            self.assertEqual(noted(library), rows)
+        self.assertEqual((call.launches, call.by_node, call.patched), (6, 6, 0))
 
 
 if __name__ == "__main__":

@@ -83,13 +83,16 @@ class TestNative(TestCase):
         self.assertEqual(shared.launches, ((2, nodes[2].attributes), (0, b"")))
 
     def test_kernels_without_an_executable(self):
+        """They are launched one by one at every call, in the order."""
         native.implementation()
+        nodes = kernel(0), EmptyNode(1, 11), kernel(2)
         cluster = bytes(64) + (2).to_bytes(64, "little") + bytes(5 * 64)
-        first = dataclasses.replace(kernel(0), attributes=cluster)
-        template = Template(1, (first, EmptyNode(1, 11), kernel(2)), ())
-        # The order is that of a graph of which the template has a part.
-        made = native.apart(template, (2, 3, 1, 0))
+        nodes = dataclasses.replace(nodes[0], attributes=cluster), *nodes[1:]
+        made = native.apart(Template(1, nodes, ()), (2, 1, 0))
         self.assertEqual(made.launches, ((2, b""), (0, cluster)))
+        # A stage has some of the nodes.
+        made = native.apart(Template(1, nodes[:2], ()), (2, 1, 0))
+        self.assertEqual(made.launches, ((0, cluster),))
 
     def test_module_that_cannot_be_built(self):
         self.extension.side_effect = csrc.NotBuiltError("there is no compiler")

@@ -272,7 +272,8 @@ class TestLive(TestCase):
             self.assertEqual(live.counts()["runners"], 0)
 
     def test_counts(self):
-        graphs = [mock.Mock(totals=[n, 2 * n]) for n in (0, 3)]
+        graphs = [mock.Mock(totals=[n, 2 * n]) for n in (0, 3, 4)]
+        graphs[2].launcher = mock.Mock(spec=launchers.ByNode)  # without an executable
         for made in graphs:
             made.launcher.nodes = 5
         shared = [mock.Mock(graph=graph) for graph in ("one", "one", "two")]
@@ -280,11 +281,11 @@ class TestLive(TestCase):
             mock.patch.object(relaunch, "live", graphs),
             mock.patch.object(launchers, "live_launchers", shared),
         ):
-            found = {"nodes": 10, "nodes_patched": 6, "relaunches": 3}
+            found = {"nodes": 15, "nodes_patched": 14, "relaunches": 7}
             self.assertEqual(live.stats(), found)
             self.assertEqual(live.bare_replays(), [graphs[1].launcher.replay])
             self.assertEqual(
-                (live.counts()["templates"], live.counts()["execs"]), (2, 2)
+                (live.counts()["templates"], live.counts()["execs"]), (3, 2)
             )
 
 

@@ -277,14 +277,11 @@ class TestExecutable(TestCase):
         self.assertNotEqual(self.shape(self.graph, fixed=(1 << 40,)), wanted)
         self.assertNotEqual(self.shape(self.graph, drawn=(8,)), wanted)
 
-    def executable(self, arrangement, *launchers):
-        return Executable(self.shape(self.graph), arrangement, [*launchers])
-
     def test_stages(self):
         def arrangement(*stages):
             return SimpleNamespace(stages=[SimpleNamespace(nodes=s) for s in stages])
 
-        made = self.executable(arrangement((0, 1), (2, 3)))
+        made = Executable(self.shape(self.graph), arrangement((0, 1), (2, 3)), [])
         self.assertTrue(made.fits(arrangement((0, 1), (2, 3))))
         for other in (arrangement(), arrangement((0,), (1, 2, 3)), arrangement((0, 1))):
             self.assertFalse(made.fits(other))
