@@ -14,11 +14,18 @@ from relaunch_case import Native
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.capture import capture, library_calls
+from torch_overlay._inductor.relaunch.capture import capture, library_calls, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs
 from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, PointerSlot, Segment, Template
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CapturedGraph,
+    KernelNode,
+    PointerSlot,
+    Refusal,
+    Segment,
+    Template,
+)
 from torch_overlay._inductor.relaunch.sizes import sizes
 
 
@@ -245,6 +252,13 @@ def region(args):
             self.assertEqual(run([x, *self.weights, n])[0], want)
 
         self.assertEqual(self.grow(run, 3, call), [6, 6, 9, 9, 6], "7 is captured twice as a whole")
+
+    def test_error_of_a_capture_that_leaves_out_calls(self):
+        for error in (IndexError("list index out of range"), Refusal("nodes", "other nodes")):
+            run = self.layers()
+            with mock.patch.object(make_graph, "with_repeats", side_effect=error):
+                self.assertEqual(self.grow(run, 2), [6, 9] * 2, "each is made again as a whole")
+            self.assertEqual(run.refusals, {})
 
     def test_two_tensors_of_one_buffer(self):
         source = LAYERS.replace("extern_kernels.mm(b, w, out=a)", "extern_kernels.mm(b, w[:64], out=a)").replace(

@@ -36,7 +36,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
 from torch_overlay._inductor.relaunch.refusals import log
 from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 from torch_overlay._inductor.relaunch.sizes.functions import one_of_each, without
-from torch_overlay._inductor.relaunch.sizes.sizes import NoExecutable
 
 
 if TYPE_CHECKING:
@@ -92,7 +91,9 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             if work.is_shared and not work.numbers and work.sizes.may_leave_out():
                 try:
                     made = _make_graph(work, leaves_out=True)
-                except (Differs, NoExecutable) as why:
+                except (Escaped, torch.OutOfMemoryError):
+                    raise
+                except Exception as why:  # whatever comes of it, the region may be fine
                     work.sizes.note_left_out(False)
                     log.info("each call of a library is captured: %s", why)
                 else:

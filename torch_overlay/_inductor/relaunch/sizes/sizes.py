@@ -57,9 +57,7 @@ class Sizes:
         self.fitted = 0  # so many graphs in a row used executables that there were
         self.differed = 0
         self.needs_none = False  # the latest graph that fitted no executable does without one
-        self.starts: dict[
-            int, tuple[int, ...]
-        ] = {}  # of graphs without one, by the number of nodes: where they are cut
+        self.starts: dict[int, tuple[int, ...]] = {}  # where graphs without one are cut, by the number of nodes
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
