@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an executable can't change. `stages`: the nodes of each stage; `fixed`: addresses of the state of random
-    generators, and `drawn`: how many numbers a launch draws, which is torch's to fill in."""
+    """What an executable can't change. `fixed`: addresses of the state of random generators, and `drawn`: how many
+    numbers a launch draws, which is torch's to fill in."""
 
     kinds: tuple[Any, ...]
     edges: tuple[tuple[int, int], ...]
