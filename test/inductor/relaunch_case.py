@@ -74,6 +74,13 @@ class RelaunchTestCase(TestCase):
         for module, name, value in (*limits, (first_runs, "LARGE", 1), (chunks, "LITTLE", 0)):
             self.enterContext(mock.patch.object(module, name, value))
 
+    def call_with_clusters(self, call, sizes):
+        """Call sizes twice each that all launch other clusters."""
+        for n in sizes:
+            self.device.attributes = n.to_bytes(8, "little") * 56
+            call(n)
+            call(n)
+
     def counted(self, name):
         return counters["torch_overlay"]["cudagraph_" + name]
 

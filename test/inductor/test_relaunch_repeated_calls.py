@@ -144,10 +144,7 @@ class TestLayers(RepeatedCallsTestCase):
 
     def test_clusters(self):
         run = self.layers()
-        for n in range(2, 16):
-            self.device.attributes = n.to_bytes(8, "little") * 56
-            self.call(run, n)
-            self.call(run, n)
+        self.call_with_clusters(lambda n: self.call(run, n), range(2, 16))
         self.assertEqual(self.operations[-6:], [6] * 6)
         for n in (3, 15, 9, 15, 2, 12):
             self.call(run, n)

@@ -327,13 +327,6 @@ class TestSizesInTurn(Native, SizesTestCase):
         self.assertGreater(len(stages), 1)
         self.assertEqual({stage.call.by_node for stage in stages}, {3})
 
-    def call_with_clusters(self, call, sizes):
-        """Call sizes twice each that all launch other clusters."""
-        for n in sizes:
-            self.device.attributes = n.to_bytes(8, "little") * 56
-            call(n)
-            call(n)
-
     def test_clusters_of_further_sizes_are_launched_without_an_executable(self):
         run = self.sized()
         self.call_with_clusters(lambda n: self.call(run, n), range(3, 12))
@@ -381,10 +374,7 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
 
     def test_other_clusters_need_an_executable(self):
         run = self.sized()
-        for n in range(3, 12):
-            self.device.attributes = n.to_bytes(8, "little") * 56
-            self.call(run, n)
-            self.call(run, n)
+        self.call_with_clusters(lambda n: self.call(run, n), range(3, 12))
         self.assertEqual(run.states.sizes.instantiated, 8)
 
     def test_only_what_differs_is_set(self):

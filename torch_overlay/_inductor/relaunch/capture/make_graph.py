@@ -24,8 +24,7 @@ from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, 
 from torch_overlay._inductor.relaunch.capture.checks import check
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
-from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats
-from torch_overlay._inductor.relaunch.graph.order import only_order
+from torch_overlay._inductor.relaunch.capture.repeated_calls import order_of, with_repeats
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
@@ -219,20 +218,12 @@ def _prove_alone(
 
 def _prove_calls(work: Work, first: Captured, graph: CapturedGraph, wanted: set[int], recording: Any) -> Template:
     """Make the calls of libraries again that launched the wanted nodes, and return a template of these calls' nodes."""
-    order = _order_of(graph)
+    order = order_of(graph)
     calls = calls_of(first.calls, {place for place, index in enumerate(order) if index in wanted})
     other = work.device.read(capture_again(calls, first.segments, recording))
     nodes = [graph.nodes[order[place]] for call in calls for place in call.nodes]
-    others = [other.nodes[index] for index in _order_of(other)]
+    others = [other.nodes[index] for index in order_of(other)]
     return work.device.prove((_alone(graph, nodes), _alone(other, others)), work.namespace)
-
-
-def _order_of(graph: CapturedGraph) -> tuple[int, ...]:
-    """Return the graph's nodes in the order of the stream; raise Differs if it was captured on several."""
-    order = only_order(len(graph.nodes), graph.edges)
-    if order is None:
-        raise Differs("its nodes may run side by side")
-    return order
 
 
 def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:

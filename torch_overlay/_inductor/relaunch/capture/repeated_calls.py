@@ -33,14 +33,20 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, Template
 
 
+def order_of(graph: CapturedGraph) -> tuple[int, ...]:
+    """Return the graph's nodes in the order of the stream; raise Differs if it was captured on several."""
+    order = only_order(len(graph.nodes), graph.edges)
+    if order is None:
+        raise Differs("its nodes may run side by side")
+    return order
+
+
 def with_repeats(
     captured: Captured, graph: CapturedGraph, template: Template, numbers_of: Callable[[Sequence[Node]], Sequence[int]]
 ) -> tuple[CapturedGraph, Template, list[Life]]:
     """Return the graph, the template and the lives of a capture, with the nodes of the calls that it has left out.
     `numbers_of` numbers all nodes, which it gets in the order of the stream, or returns nothing. Raises Differs."""
-    order = only_order(len(graph.nodes), graph.edges)
-    if order is None:
-        raise Differs("its nodes may run side by side")
+    order = order_of(graph)
     sources: list[tuple[int, Repeat | None]] = []  # of each node: the node that it is, or a copy of
     done = 0
     for repeat in captured.repeats:
