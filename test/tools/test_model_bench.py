@@ -1,12 +1,16 @@
-"""The bench of whole models: its rows, and what its table says."""
+"""The bench of whole models: its rows, and what its table says. How many processes the bench of shapes starts."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import unittest
+import unittest.mock
 from typing import Any
 
 import model_rows
 import models
+import shapes
 
 import form
 
@@ -52,6 +56,36 @@ class TestResults(unittest.TestCase):
     def test_a_side_that_failed(self) -> None:
         found = result(off=side(200), trees=({"error": "no memory"}, []), relaunch=side(80))
         self.assertEqual((found["errors"], round(found["ratio"], 3)), (["trees: no memory"], 0.4))
+
+
+class FakeProcess:
+    living: list[str] = []
+    most = 0
+
+    def __init__(self, row: str, *args: Any) -> None:
+        self.row = row
+        self.living.append(row)
+        FakeProcess.most = max(self.most, len(self.living))
+
+    def tell(self, what: str) -> None:
+        self.told = what
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        return {"error": "no memory"} if self.row == "b" else {f"{self.told} s": 1.0}
+
+    def stop(self) -> None:
+        self.living.remove(self.row)
+
+
+class TestShapes(unittest.TestCase):
+    def test_rows_compile_together_as_long_as_there_are_jobs(self) -> None:
+        with unittest.mock.patch.object(models, "Process", FakeProcess), contextlib.redirect_stderr(io.StringIO()):
+            found = shapes.measure(["a", "b", "c"], ["off", "relaunch"], jobs=9, limit=60.0)
+        self.assertEqual((FakeProcess.most, FakeProcess.living), (8, []))
+        sides = ["off", "relaunch", "off", "relaunch"]
+        self.assertEqual([(r["row"], r["side"]) for r in found], [(row, side) for row in "abc" for side in sides])
+        self.assertEqual({r["row"]: sorted(r.keys() - {"row", "side"}) for r in found}["c"], ["measure s", "warm s"])
+        self.assertEqual({r["row"] for r in found if "error" in r}, {"b"})
 
 
 class TestRows(unittest.TestCase):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Sizes and numbers that change from call to call: what a new one costs, what a known one costs, and the memory.
 
-    python tools/bench/shapes.py --out DIR [--rows distilbert,int] [--sides off,trees,relaunch,pad,replay]
+    python tools/bench/shapes.py --out DIR [--rows distilbert,int] [--sides off,trees,relaunch,pad,replay] [--jobs 14]
 
-Each row and side is a process of its own. Processes compile together; then each measures alone, one after another, and
-a second process of the first and of relaunch's side measures last.
+Each row and side is a process of its own. Processes of a few rows compile together; then each measures alone, one after
+another, and a second process of the first and of relaunch's side measures last.
 
     first    µs of the first call of a size, from idle, until the device is done; median over the sizes
     second   of its second call;  later: of calls after these, the sizes in turn
@@ -35,7 +35,7 @@ import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 LATER = 4  # rounds over all sizes
 SIDES = {"off": "off", "trees": "trees", "pad": "trees", "relaunch": "relaunch", "replay": "replay"}  # -> of processes
@@ -156,25 +156,33 @@ class _Served:
         return {"executables": live.counts()["execs"], "refusals": refusals.refusals()[:3]}
 
 
-def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dict[str, Any]]:
+def measure(rows: Sequence[str], sides: Sequence[str], jobs: int, limit: float) -> list[dict[str, Any]]:
+    """Rows by rows, as many as have `jobs` processes."""
+    deadline, results = time.monotonic() + limit, []
+    order = [*sides, *[side for side in (sides[0], "relaunch") if len(sides) > 1]]
+    at_once = max(1, jobs // len(order))
+    for begin in range(0, len(rows), at_once):
+        for result in _together(rows[begin : begin + at_once], order, deadline):
+            results.append(result)
+            print("  ".join(_cells(result, results)), file=sys.stderr, flush=True)
+    return results
+
+
+def _together(rows: Sequence[str], sides: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield what the processes of these rows and sides find, which compile together."""
     from models import Process  # pyrefly: ignore[missing-import]
     from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
-    deadline, results = time.monotonic() + limit, []
-    order = [*sides, *[side for side in (sides[0], "relaunch") if len(sides) > 1]]
-    made = [(row, side, environment_of(SIDES[side])) for row in rows for side in order]
-    processes = [(row, side, Process(row, side, environment, __file__)) for row, side, environment in made]
-    for _, _, process in processes:
+    processes = [(r, s, Process(r, s, environment_of(SIDES[s]), __file__)) for r in rows for s in sides]
+    for *_, process in processes:
         process.tell("warm")
     warm = [process.answer(deadline - time.monotonic()) for *_, process in processes]
     for (row, side, process), answer in zip(processes, warm):
         if "error" not in answer:
             process.tell("measure")
-            answer |= process.answer(max(1.0, deadline - time.monotonic()))
+            answer |= process.answer(deadline - time.monotonic())
         process.stop()
-        results.append({"row": row, "side": side, **answer})
-        print("  ".join(_cells(results[-1], results)), file=sys.stderr, flush=True)
-    return results
+        yield {"row": row, "side": side, **answer}
 
 
 def figures(row: str, results: Sequence[dict[str, Any]]) -> records.Figures:
@@ -239,15 +247,17 @@ def main() -> int:
     parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES))
+    parser.add_argument("--jobs", type=records.positive, default=14, help="processes that compile together")
     parser.add_argument("--limit", type=records.seconds, default=3600.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     records.add_option(parser)
     args = parser.parse_args()
     if args.serve:
         serve(lambda: _Served(*args.serve))
-    if unknown := set(args.rows) - set(ROWS):
-        parser.error(f"no row {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
-    results = measure(args.rows, args.sides, args.limit)
+    for what, chosen, known in (("row", args.rows, ROWS), ("side", args.sides, SIDES)):
+        if unknown := set(chosen) - set(known):
+            parser.error(f"no {what} {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    results = measure(args.rows, args.sides, args.jobs, args.limit)
     about = streams.describe()
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
