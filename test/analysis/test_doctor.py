@@ -325,6 +325,24 @@ class TestTries(unittest.TestCase):
         found = Diagnosis("t", "gpu", False, 0.5, None, None, (finding,))
         self.assertEqual(found.first(), "First: [code]: Change this. Then that.")
 
+    def test_remedy_that_was_tried_in_vain_is_not_named(self) -> None:
+        one = Finding("one", "", "", "what", "f.g.config.x = 1 does it")
+        other = Finding("other", "", "", "what", "take f out of the region")
+        for trial, first in (
+            (
+                Trial("one", "f.g.config.x = 1", 0.5, 0.4, None, None, is_equal=True),
+                "[other]: take f out of the region",
+            ),
+            (Trial("one", "f.g.config.x = 1", 0.5, 0.6, 2.0, 2.5, is_equal=True), "[other]: take f out of the region"),
+            (Trial("one", "f", 0.5, 0.4, None, None, is_equal=True), "[one]: f.g.config.x = 1 does it"),
+        ):
+            found = Diagnosis("t", "gpu", False, 0.5, None, None, (one, other), (trial,))
+            self.assertEqual(found.first(), f"First: {first}.")
+        found = dataclasses.replace(
+            found, findings=(one,), trials=(Trial("one", "f.g.config.x = 1", 0.5, 0.5, *[None] * 2, True),)
+        )
+        self.assertEqual(found.first(), "First: nothing: no remedy that was tried helps.")
+
     def test_few_steps_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "at least 4, got 3"):
             diagnose(torch.sin, torch.randn(2), steps=3)

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import linecache
+import re
 from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from torch_overlay.analysis.doctor.timeline import Timeline
 
 if TYPE_CHECKING:
     import torch
+
+_OPTION = re.compile(r"([\w.]+) = ")  # in the text of a change
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,14 @@ class Diagnosis:
         if helping:
             best = min(helping, key=lambda t: (t.ms_after if t.ms_after is not None else 0.0, -t.share_after))
             return f"First: {best}."
-        remedies = [f for f in self.findings if f.remedy]
+        vain = {name for trial in self.trials if not trial.helps for name in _OPTION.findall(trial.change)}
+        remedies = [f for f in self.findings if f.remedy and not any(name in f.remedy for name in vain)]
         if remedies:
             worst = remedies[0]
             where = f" at {worst.line.partition(': ')[0]}" if worst.line else ""
             return f"First: [{worst.code}]{where}: {worst.remedy.removesuffix('.')}."
+        if any(f.remedy for f in self.findings):
+            return "First: nothing: no remedy that was tried helps."
         return "First: nothing: all that can be in graphs is."
 
     def __str__(self) -> str:
