@@ -35,7 +35,7 @@ from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.launch import native
-from torch_overlay._inductor.relaunch.launch.launcher import ByNode
+from torch_overlay._inductor.relaunch.launch.launcher import ByNode, emptied
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -352,12 +352,16 @@ class Launcher:
 
     def __init__(self, device: FakeDevice, template: Any, varies: Any = None) -> None:
         self.device, self.template = device, template
+        self.order = [node.index for node in template.nodes]
         self.nodes_of = [node for node in template.nodes if isinstance(node, KernelNode)]
         self.words = [[int.from_bytes(value, "little") for _, value in node.parameters] for node in self.nodes_of]
         self.place = {node.index: i for i, node in enumerate(self.nodes_of)}
         self.shared = None if varies is None else object()
         self.bases: dict[int, int] = {}
         self.calls: list[list[int]] = []  # regions that each patch gave
+
+    def forget(self) -> None:
+        pass  # patch() reads the template
 
     def like(self, template: Any) -> Launcher:
         made = Launcher(self.device, self.in_order(template))
@@ -367,7 +371,7 @@ class Launcher:
     def in_order(self, template: Any) -> Any:
         """The nodes of another template, in the order of this one."""
         nodes = {node.index: node for node in template.nodes}
-        return dataclasses.replace(template, nodes=tuple(nodes[node.index] for node in self.template.nodes))
+        return dataclasses.replace(template, nodes=tuple(nodes[index] for index in self.order))
 
     @property
     def nodes(self) -> int:
@@ -433,6 +437,9 @@ class NativeLauncher(Launcher):
         order = only_order(len(graph.nodes), self.device.edges)
         launches = None if order is None else tuple((i, b"") for i in order if i in self.place)
         return self.device.native.Shared(1 + max(self.place, default=-1), launches)
+
+    def forget(self) -> None:
+        self.template = emptied(self.template)
 
     def like(self, template: Any) -> NativeLauncher:
         return NativeLauncher(self.device, self.in_order(template), of=self)

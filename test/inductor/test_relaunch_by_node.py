@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from unittest import mock
 
@@ -13,7 +14,9 @@ from torch._dynamo.test_case import run_tests, TestCase
 import form  # noqa: F401
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.graph.order import only_order
-from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot
+from torch_overlay._inductor.relaunch.graph.subgraph import Part
+from torch_overlay._inductor.relaunch.launch import launcher, native
+from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot, Template
 
 
 COUNT, SIZE = 7, 64  # of attributes, and bytes of one
@@ -113,6 +116,30 @@ class TestInC(TestCase):
         for _ in range(6):
             self.assertEqual([line[0] for line in self.run_at(call, x)], ["run"] * 2)
         self.assertEqual((call.by_node, call.launches, call.patched), (6, 6, 0))
+
+    def test_launchers_that_forget_their_nodes(self):
+        """They launch on, and an executable's launcher makes others."""
+        nodes = (kernel(0, word(1)), kernel(1, word(3)))
+        template = Template(3, nodes, tuple(PointerSlot(node.index, 0, 0, 0, 0) for node in nodes))
+        part = mock.Mock(spec=Part)
+        part.raw_cuda_graph_exec.return_value = 0xE0
+        with mock.patch.object(native, "implementation", lambda: self.module):
+            first = launcher.Launcher(part, template, True, native.shared(template, (0, 1)))
+            moved = [dataclasses.replace(node, handle=0, grid=(9, 1, 1)) for node in nodes]
+            first.forget()
+            made = [
+                first,
+                first.like(dataclasses.replace(template, nodes=tuple(moved))),
+                launcher.ByNode(template, (0, 1)),
+            ]
+        for each in made:
+            each.forget()
+            self.assertEqual((each.template, each.nodes), (Template(3, (), ()), 2))
+        self.driver.take()
+        self.assertEqual([each.patch([1 << 40, 0, 0]) for each in made[:2]], [2, 2])
+        told = [line[2:4] for line in self.driver.take()]
+        grids = ["1,2,3"] * 2 + ["9,1,1"] * 2
+        self.assertEqual(told, [[hex(node.handle), grid] for node, grid in zip(nodes * 2, grids)])
 
     def test_graphs_that_take_turns(self):
         nodes, shared, one = self.pair()

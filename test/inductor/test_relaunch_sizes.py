@@ -18,6 +18,7 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import live, region_graphs
 from torch_overlay._inductor.relaunch.launch import launcher
+from torch_overlay._inductor.relaunch.launch.staged import stages_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes import sizes
@@ -354,6 +355,21 @@ class TestSizesInTurn(Native, SizesTestCase):
         self.assertLess(len(of_executables), len(launchers))
         bare = [replay.__self__ for replay in live.bare_replays()]
         self.assertCountEqual([each for each in bare if each in launchers], of_executables)
+
+    def test_graphs_keep_no_nodes_but_to_be_verified(self):
+        for verify in (False, True):
+            run = self.sized(verify=verify)
+            self.call_with_clusters(lambda n, run=run: self.call(run, n), range(3, 9))
+            kept = [stages_of(state.relaunch)[0].template for state in run.states.values()]
+            self.assertEqual([(bool(t.nodes), bool(t.slots)) for t in kept], [(verify, verify)] * 6)
+            self.assertEqual([graph.nodes for graph in run.graphs()], [3] * 6)
+
+    def test_stages_keep_no_nodes(self):
+        self.cut_into_stages()
+        run = self.backward(512, 512, 600, 600, 700, 700, 600)
+        for state in run.states.values():
+            kept = [state.relaunch.template, *[stage.template for stage in state.relaunch.stages]]
+            self.assertEqual({(t.nodes, t.slots) for t in kept}, {((), ())})
 
     def test_clusters_of_stages(self):
         self.cut_into_stages()

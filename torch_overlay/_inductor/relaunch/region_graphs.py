@@ -98,7 +98,10 @@ class RegionGraphs:
                 nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
                 name = f"{self.code.name}, {part}graph of {nodes}"
                 stage.show(functools.partial(profiler_ranges.within, name))
-        return Verified(made, self.region.plain, self.code, alignment.clone_flat) if self.verify else made
+        if self.verify:
+            return Verified(made, self.region.plain, self.code, alignment.clone_flat)
+        made.forget()
+        return made
 
     def _say_bound(self) -> None:
         if self.states.captures == self.states.most_captures:

@@ -113,6 +113,9 @@ class TestLauncher(TestCase):
         self.assertIs(second.graph, first.graph)
         nodes = [(node.handle, node.name) for node in second.template.nodes]
         self.assertEqual(nodes, [(10, "mul"), (11, "add")])
+        first.forget()
+        self.assertEqual((first.template.nodes, first.template.slots), ((), ()))
+        second = first.like(second.template)
         executable, nodes, *_, given = second.exec.args
         self.assertEqual((executable, given, second.direct), (EXECUTABLE, shared, True))
         self.assertEqual([node.handle for node in nodes], [10, 11])
@@ -135,6 +138,9 @@ class TestLauncher(TestCase):
         self.assertEqual(made.exec.patched, [([5], [0])])
         with self.assertRaisesRegex(RuntimeError, "there is no executable"):
             made.replay()
+        made.forget()
+        self.assertEqual(made.template, Template(1, (), (), given.numbers))
+        self.assertEqual(made.nodes, 2)
         self.assertEqual(len(launcher.live_launchers), before)
 
     def test_copies_are_patched_from_python(self):
@@ -143,6 +149,8 @@ class TestLauncher(TestCase):
             made = Launcher(Graph(), template([node]))
         self.assertIsNone(made.exec)  # so no call in C is made of it
         self.assertIsInstance(made.patcher, memcpy_nodes.Patcher)
+        made.forget()  # it may make its executable anew, of all its nodes
+        self.assertEqual(made.template.nodes, (node,))
         made.patch([0x1000])
         self.assertEqual(made.patcher.exec.patched, [([0x1000], None)])
         self.assertEqual(made.patcher.bases, [0x1000])

@@ -36,6 +36,7 @@ class Graph:
     """What launches a graph of five nodes."""
 
     attempt = None
+    forgets = False
 
     def __init__(self, shared=None):
         self.patcher, self.names = SimpleNamespace(given_up=None), []
@@ -45,6 +46,9 @@ class Graph:
 
     def show(self, within):
         self.names.append(within.args[0])
+
+    def forget(self):
+        self.forgets = True
 
 
 class GraphsTestCase(TestCase):
@@ -98,6 +102,7 @@ class TestMake(GraphsTestCase):
         names = "cudagraph_captures", "cudagraph_nodes"
         self.assertEqual([found[name] for name in names], [1, 5])
         self.assertIsInstance(state.relaunch, Graph)
+        self.assertTrue(state.relaunch.forgets)
 
     def test_region_without_a_key(self):
         with mock.patch.object(Graph, "attempt", len):
@@ -138,6 +143,7 @@ class TestMake(GraphsTestCase):
         _, state = self.capture()
         self.assertIsInstance(state.relaunch, Verified)
         self.assertEqual(state.relaunch.relaunch.names, ["a region, graph of 5 nodes"])
+        self.assertFalse(state.relaunch.relaunch.forgets)
 
     def test_bound(self):
         for key in range(self.states.most_captures):

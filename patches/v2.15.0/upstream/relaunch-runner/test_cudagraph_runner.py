@@ -59,6 +59,9 @@ class Graph:
         self.layout, self.template = SimpleNamespace(scratch_size=0), "a template"
         self.totals = [0, 0]
 
+    def forget(self):
+        pass
+
     def launch(self, inputs, originals=None):
         if inputs[0].data_ptr() % 16:
             raise Misaligned

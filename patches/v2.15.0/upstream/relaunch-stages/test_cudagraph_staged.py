@@ -1,6 +1,7 @@
 # Owner(s): ["module: inductor"]
 
 import ctypes
+import functools
 import weakref
 from types import SimpleNamespace
 
@@ -156,6 +157,19 @@ class TestStages(TestCase):
         self.assertEqual(tuple(graph_of(made)), (2, 6, 1024, 0))
         verified = SimpleNamespace(relaunch=made)
         self.assertEqual(stages_of(verified), made.stages)
+
+    def test_nodes_that_no_launch_needs(self):
+        for kept in ((), ("a node",)):
+            made = self.make()
+            made.template = Template(4, ("a node",), ("a slot",), NUMBERS)
+            for stage, nodes in zip(made.stages, ((), kept)):
+                stage.launcher.template = Template(6, ("a node",), ())
+                left = Template(6, nodes, ())
+                forget = functools.partial(setattr, stage.launcher, "template", left)
+                stage.launcher.forget = forget
+            made.forget()
+            self.assertEqual(made.template.nodes, kept)
+            self.assertEqual(made.template.numbers, NUMBERS)
 
     def test_graph_that_is_launched_whole(self):
         layout = Layout((0,), (Storage(16),), (OfStorage(0, VECTOR),), ())

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 
+def emptied(template: Template) -> Template:
+    """Return a template without its nodes and pointer slots."""
+    return dataclasses.replace(template, nodes=(), slots=())
+
+
 class Launcher:
     """An executable graph with its template: `patch` points it at other memory, `replay` launches it. With `shared`,
     other launchers have the same executable, each with a template of its own."""
@@ -31,7 +36,8 @@ class Launcher:
     ) -> None:
         self.graph = graph
         self.shared = shared
-        self.template = template
+        self.template, self.nodes = template, len(template.nodes)
+        self.handles = {} if shared is None else {node.index: node.handle for node in template.nodes}
         self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
         self.patcher: memcpy_nodes.Patcher | None = None
         if memcpy_nodes.moving(template):
@@ -51,13 +57,14 @@ class Launcher:
     def like(self, template: Template) -> Launcher:
         """Return a launcher of the same executable with another template, whose nodes are those of this one's with
         other parameters."""
-        handles = {node.index: node.handle for node in self.template.nodes}
-        nodes = tuple(dataclasses.replace(node, handle=handles[node.index]) for node in template.nodes)
+        nodes = tuple([dataclasses.replace(node, handle=self.handles[node.index]) for node in template.nodes])
         return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared)
 
-    @property
-    def nodes(self) -> int:
-        return len(self.template.nodes)
+    def forget(self) -> None:
+        """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
+        memory, for each size of a region, and the garbage collector walks them."""
+        if self.patcher is None:
+            self.template = emptied(self.template)
 
 
 class ByNode:
@@ -67,7 +74,7 @@ class ByNode:
     direct = True
 
     def __init__(self, template: Template, order: Sequence[int]) -> None:
-        self.template = template
+        self.template, self.nodes = template, len(template.nodes)
         shared = native.apart(template, order)
         parts = template.nodes, template.slots, template.regions, template.numbers, shared
         self.exec = native.implementation().Exec(0, *parts)
@@ -76,9 +83,9 @@ class ByNode:
     def replay(self) -> None:
         raise RuntimeError("there is no executable")
 
-    @property
-    def nodes(self) -> int:
-        return len(self.template.nodes)
+    def forget(self) -> None:
+        """Drop the nodes and the pointer slots, as `Launcher.forget`."""
+        self.template = emptied(self.template)
 
 
 def upload(graph: Any) -> None:

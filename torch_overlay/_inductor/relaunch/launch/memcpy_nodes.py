@@ -44,7 +44,7 @@ def moving(template: Template) -> dict[CopyNode, set[int]]:
     """Return the memcpy nodes that a launch may have to patch, each with its parameters that are pointers."""
     nodes = {node.index: node for node in template.nodes if isinstance(node, CopyNode)}
     found: dict[CopyNode, set[int]] = {}
-    for slot in template.slots:
+    for slot in template.slots if nodes else ():
         if slot.node in nodes and slot.region != FIXED:
             found.setdefault(nodes[slot.node], set()).add(slot.parameter)
     return found

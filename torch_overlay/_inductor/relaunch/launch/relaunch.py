@@ -104,6 +104,10 @@ class Relaunch:
     def template(self) -> Template:
         return self.launcher.template
 
+    def forget(self) -> None:
+        """Drop what no launch needs."""
+        self.launcher.forget()
+
     @property
     def totals(self) -> tuple[int, int]:
         """The number of launches, and of nodes patched."""

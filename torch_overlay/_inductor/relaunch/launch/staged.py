@@ -77,6 +77,13 @@ class Split:
         rest = [Given(None) if i in made else r for i, r in enumerate(layout.recipes)]
         self.finish = output_maker(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
+    def forget(self) -> None:
+        """Drop what no launch needs, if none of the stages needs its nodes."""
+        for stage in self.stages:
+            stage.forget()
+        if not any(stage.template.nodes for stage in self.stages):
+            self.template = dataclasses.replace(self.template, nodes=(), slots=())
+
     @property
     def totals(self) -> tuple[int, int]:
         """The number of launches, and of nodes patched, over all stages."""
