@@ -16,7 +16,7 @@ from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot
 
 
-COUNT, SIZE = 7, 64  # of attributes, and bytes of one
+COUNT, SIZE = 9, 64  # of attributes, and bytes of one
 
 
 def attributes(**values):
@@ -78,7 +78,7 @@ class TestInC(TestCase):
         return nodes, shared, self.bound(shared, nodes)
 
     def test_kernels_are_launched_in_order_with_all_that_they_get(self):
-        cluster = attributes(_1=0x1_0000_0002, _6=0xFF)
+        cluster = attributes(_1=0x1_0000_0010, _6=0xFF, _7=2, _8=2)  # more blocks than any device must take
         nodes, _, call = self.pair(values=(cluster, attributes()))
         x = torch.zeros(4)
         lines = self.run_at(call, x)
@@ -90,7 +90,9 @@ class TestInC(TestCase):
                 ["run", hex(nodes[0].func), "9,2,1", "4,5,6", "7", "0x55"],
             ],
         )
-        self.assertEqual([line[6:] for line in lines], [[address, "-"], [f"{address},05000000", "4:100000002,14:ff"]])
+        self.assertEqual(
+            [line[6:] for line in lines], [[address, "-"], [f"{address},05000000", "4:100000010,14:ff,17:2,18:2"]]
+        )
         self.assertEqual((call.by_node, call.launches, call.patched), (1, 1, 0))
 
     def test_kernel_without_a_function_is_launched_by_its_handle(self):

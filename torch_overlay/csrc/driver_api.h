@@ -35,10 +35,11 @@ typedef struct {
 } KernelParams;
 
 /* The CUlaunchAttributeIDs of what a kernel is launched with, beside its parameters, and the bytes of a value: whether
-   it is cooperative, its clusters, its priority, and how it shares memory. */
-#define ATTRIBUTES {2, 4, 5, 8, 10, 11, 14}
+   it is cooperative, its clusters, its priority, how it shares memory, and whether it may have clusters or shared
+   memory that are not portable. */
+#define ATTRIBUTES {2, 4, 5, 8, 10, 11, 14, 17, 18}
 
-enum { ATTRIBUTE_COUNT = 7, ATTRIBUTE_SIZE = 64 };
+enum { ATTRIBUTE_COUNT = 9, ATTRIBUTE_SIZE = 64 };
 
 typedef struct {
     int id, unused;
