@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from unittest import mock
 
@@ -161,6 +162,14 @@ class TestInC(TestCase):
         self.assertEqual((call.by_node, call.launches), (0, 0))
         self.assertEqual([line[0] for line in self.run_at(call, torch.zeros(1))], ["run"] * 2)
         self.assertEqual((call.by_node, call.launches), (1, 1))
+
+    def test_function_that_a_library_has_allowed_less_shared_memory_since(self):
+        func = kernel(0, word(1)).func
+        for node in (kernel(0, word(1)), kernel(0, word(1), func=0, kern=func)):
+            call = self.bound(self.module.Shared(1, ((0, b""),), True), [node])
+            for _ in range(2):
+                self.driver.library.stub_limit(ctypes.c_void_p(func), 6)
+                self.assertEqual([line[:2] for line in self.run_at(call, torch.zeros(1))], [["run", hex(func)]])
 
     def test_graph_that_torch_launches(self):
         nodes, shared, _ = self.pair()

@@ -96,6 +96,7 @@ _Static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h");
     F(GraphDestroyNode, "cuGraphDestroyNode", (Handle))                                                                \
     F(FuncGetName, "cuFuncGetName", (const char **, Handle))                                                           \
     F(FuncGetParamInfo, "cuFuncGetParamInfo", (Handle, size_t, size_t *, size_t *))                                    \
+    F(FuncSetAttribute, "cuFuncSetAttribute", (Handle, int, int))                                                      \
     F(KernelGetFunction, "cuKernelGetFunction", (Handle *, Handle))                                                    \
     F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
     F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \
