@@ -77,7 +77,7 @@ class RelaunchTestCase(TestCase):
     def call_with_clusters(self, call, sizes):
         """Call sizes twice each that all launch other clusters."""
         for n in sizes:
-            self.device.attributes = n.to_bytes(8, "little") * 56
+            self.device.attributes = n.to_bytes(8, "little") * 72
             call(n)
             call(n)
 

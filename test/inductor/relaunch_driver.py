@@ -23,12 +23,23 @@ DRIVER = (
 static int delivering;
 static int (*run_kernel)(const unsigned *, void **);
 static void *captured_stream, *broken_stream;
+static const void *tight;
+static unsigned tight_limit;
 
 void stub_reset(void) {
     memory_reset();
     delivering = 0;
     captured_stream = broken_stream = NULL;
+    tight = NULL;
 }
+/* How much shared memory one function may have; it is set for that one alone. */
+void stub_limit(const void *func, unsigned bytes) { tight = func; tight_limit = bytes; }
+int cuFuncSetAttribute(void *func, int attribute, int value) {
+    if (func != tight || attribute != 8) return 1;
+    tight_limit = value;
+    return 0;
+}
+int cuKernelGetFunction(void **func, void *kernel) { *func = kernel; return 0; }
 void stub_deliver(void) { delivering = 1; }
 void stub_run(int (*run)(const unsigned *, void **)) { run_kernel = run; }
 void stub_streams(void *captured, void *broken) { captured_stream = captured; broken_stream = broken; }
@@ -92,6 +103,7 @@ int cuLaunchKernelEx(const Config *config, const uint64_t *func, void **argument
     int code;
     pthread_mutex_lock(&lock);
     code = fails("cuLaunchKernelEx");
+    if (func == tight && config->shape[6] > tight_limit) code = 1;
     if (delivering) {
         pthread_mutex_unlock(&lock);
         return code ? code : run_kernel(config->shape, arguments);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import random
 from unittest import mock
@@ -19,7 +20,7 @@ from torch_overlay._inductor.relaunch.launch import launcher, native
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot, Template
 
 
-COUNT, SIZE = 7, 64  # of attributes, and bytes of one
+COUNT, SIZE = 9, 64  # of attributes, and bytes of one
 
 
 def attributes(**values):
@@ -81,7 +82,7 @@ class TestInC(TestCase):
         return nodes, shared, self.bound(shared, nodes)
 
     def test_kernels_are_launched_in_order_with_all_that_they_get(self):
-        cluster = attributes(_1=0x1_0000_0002, _6=0xFF)
+        cluster = attributes(_1=0x1_0000_0010, _6=0xFF, _7=2, _8=2)  # more blocks than any device must take
         nodes, _, call = self.pair(values=(cluster, attributes()))
         x = torch.zeros(4)
         lines = self.run_at(call, x)
@@ -93,7 +94,9 @@ class TestInC(TestCase):
                 ["run", hex(nodes[0].func), "9,2,1", "4,5,6", "7", "0x55"],
             ],
         )
-        self.assertEqual([line[6:] for line in lines], [[address, "-"], [f"{address},05000000", "4:100000002,14:ff"]])
+        self.assertEqual(
+            [line[6:] for line in lines], [[address, "-"], [f"{address},05000000", "4:100000010,14:ff,17:2,18:2"]]
+        )
         self.assertEqual((call.by_node, call.launches, call.patched), (1, 1, 0))
 
     def test_kernel_without_a_function_is_launched_by_its_handle(self):
@@ -186,6 +189,14 @@ class TestInC(TestCase):
         self.assertEqual((call.by_node, call.launches), (0, 0))
         self.assertEqual([line[0] for line in self.run_at(call, torch.zeros(1))], ["run"] * 2)
         self.assertEqual((call.by_node, call.launches), (1, 1))
+
+    def test_function_that_a_library_has_allowed_less_shared_memory_since(self):
+        func = kernel(0, word(1)).func
+        for node in (kernel(0, word(1)), kernel(0, word(1), func=0, kern=func)):
+            call = self.bound(self.module.Shared(1, ((0, b""),), True), [node])
+            for _ in range(2):
+                self.driver.library.stub_limit(ctypes.c_void_p(func), 6)
+                self.assertEqual([line[:2] for line in self.run_at(call, torch.zeros(1))], [["run", hex(func)]])
 
     def test_graph_that_torch_launches(self):
         nodes, shared, _ = self.pair()

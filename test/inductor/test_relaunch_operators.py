@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import types
 
 import torch
@@ -11,8 +12,15 @@ from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.capture.allocations import Lives, Plan
-from torch_overlay._inductor.relaunch.capture.operators import Operators
+from torch_overlay._inductor.relaunch.capture.operators import FULL, Operators
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
+
+
+def placed(*size, skew=0):
+    """A tensor that lies `skew` elements after an address that no library asks more of."""
+    buffer = torch.empty(1024)
+    first = -buffer.data_ptr() % FULL // buffer.itemsize + skew
+    return buffer[first:][: math.prod(size)].view(size)
 
 
 class TestOperators(TestCase):
@@ -48,16 +56,17 @@ class TestOperators(TestCase):
         return self.asked[-1], [self.placing.scratch[base + (k << 16)] for k in range(len(sizes))]
 
     def test_calls_that_are_alike(self):
-        x, y = torch.empty(3, 4), torch.empty(3, 4)
+        x, y = placed(3, 4), placed(3, 4)
         self.assertEqual(self.run_one(x, 1.0, [2, 3], out=None), (True, [1024]))
         self.assertEqual(self.run_one(y, 1.0, [2, 3], out=None), (False, [1024]))
         self.assertEqual(self.operators.asked, {0: (1, 1000), 1: (1, 1000)})
 
     def test_calls_that_are_not_alike(self):
-        x = torch.empty(3, 4)
+        x = placed(3, 4)
         every = [
-            (x,), (x.t(),), (x.double(),), (x[:2],), (x, 1), (x, 1.0), (x, True), (x, None), (x, 0.0), (x, -0.0),
-            (x, [1, 2]), (x, (1, 2)), (x, torch.float32), (x, x),
+            (x,), (x.t(),), (x.view(torch.int32),), (x[:2],), (x, 1), (x, 1.0), (x, True), (x, None), (x, 0.0),
+            (x, -0.0), (x, [1, 2]), (x, (1, 2)), (x, torch.float32), (x, x), (placed(3, 4, skew=1),),
+            (placed(3, 4, skew=32),),
         ]  # fmt: skip
         for _ in range(2):
             found = [self.run_one(*args)[0] for args in every]
@@ -71,7 +80,7 @@ class TestOperators(TestCase):
             self.assertEqual([self.run_one(*args)[0] for _ in range(2)], [True, True])
 
     def test_other_segments_than_before(self):
-        x = torch.empty(3, 4)
+        x = placed(3, 4)
         self.run_one(x, segments=[4096, 512])
         self.assertEqual(self.run_one(x, segments=[512, 4096]), (False, [512, 1024]))
         self.assertEqual(self.run_one(x, segments=[8192]), (False, [8192]), "all of it may be in use")

@@ -35,10 +35,11 @@ typedef struct {
 } KernelParams;
 
 /* The CUlaunchAttributeIDs of what a kernel is launched with, beside its parameters, and the bytes of a value: whether
-   it is cooperative, its clusters, its priority, and how it shares memory. */
-#define ATTRIBUTES {2, 4, 5, 8, 10, 11, 14}
+   it is cooperative, its clusters, its priority, how it shares memory, and whether it may have clusters or shared
+   memory that are not portable. */
+#define ATTRIBUTES {2, 4, 5, 8, 10, 11, 14, 17, 18}
 
-enum { ATTRIBUTE_COUNT = 7, ATTRIBUTE_SIZE = 64 };
+enum { ATTRIBUTE_COUNT = 9, ATTRIBUTE_SIZE = 64 };
 
 typedef struct {
     int id, unused;
@@ -95,6 +96,7 @@ _Static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h");
     F(GraphDestroyNode, "cuGraphDestroyNode", (Handle))                                                                \
     F(FuncGetName, "cuFuncGetName", (const char **, Handle))                                                           \
     F(FuncGetParamInfo, "cuFuncGetParamInfo", (Handle, size_t, size_t *, size_t *))                                    \
+    F(FuncSetAttribute, "cuFuncSetAttribute", (Handle, int, int))                                                      \
     F(KernelGetFunction, "cuKernelGetFunction", (Handle *, Handle))                                                    \
     F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
     F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \

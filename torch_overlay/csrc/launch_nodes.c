@@ -13,7 +13,7 @@
 
 #include <stddef.h>
 
-enum { PATIENCE = 2 };
+enum { PATIENCE = 2, INVALID_VALUE = 1, MOST_DYNAMIC_SHARED = 8 };
 
 /* Returns 1 if it takes less time to launch the kernels one by one than to set `count` nodes, of which `own` hold other
    values than at the last launch of these blocks: Note [Kernels one by one]. */
@@ -28,6 +28,16 @@ static int pays_by_node(Blocks *self, size_t own, size_t count) {
     return 1;
 }
 
+/* A library may allow a function as much shared memory as it launches it with, and have launched it with less since. */
+static int launch_kernel(const LaunchConfig *config, const KernelParams *params) {
+    Handle function = params->func ? params->func : params->kern;
+    int code = cu.LaunchKernelEx(config, function, params->arguments, NULL);
+    if (code != INVALID_VALUE || !config->shared_bytes) return code;
+    if (!params->func && cu.KernelGetFunction(&function, params->kern)) return code;
+    if (cu.FuncSetAttribute(function, MOST_DYNAMIC_SHARED, (int)config->shared_bytes)) return code;
+    return cu.LaunchKernelEx(config, function, params->arguments, NULL);
+}
+
 static int launch_by_node(Blocks *self, Handle stream) {
     int code = 0;
     size_t i;
@@ -36,7 +46,7 @@ static int launch_by_node(Blocks *self, Handle stream) {
         const Attributes *of = &self->shared->attributes[self->number[i]];
         LaunchConfig config = {.stream = stream, .attributes = of->attribute, .count = of->count};
         memcpy(config.grid, params->grid, offsetof(LaunchConfig, shared_bytes) + sizeof config.shared_bytes);
-        code = cu.LaunchKernelEx(&config, params->func ? params->func : params->kern, params->arguments, NULL);
+        code = launch_kernel(&config, params);
     }
     Py_END_ALLOW_THREADS if (!code) return 0;
     PyErr_Format(PyExc_RuntimeError, "CUDA driver error in cuLaunchKernelEx: %s (%d), at %s", text_of(code), code,

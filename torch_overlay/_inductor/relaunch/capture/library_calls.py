@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_overlay._inductor.relaunch.capture.operators import FULL
 from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.memory.outputs import View
 from torch_overlay._inductor.relaunch.proof.nodes import Segment
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.operators import Operators
 
 LIBRARIES = "extern_kernels"
-FULL = 256  # no library checks for more alignment
 PLAIN = frozenset([int, float, bool, str, type(None)])
 # Functions that are one operator, which launches all that they launch.
 LEAVES = torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch._int_mm

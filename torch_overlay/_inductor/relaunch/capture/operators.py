@@ -1,7 +1,8 @@
 """Runs the operators of a region in a capture, and finds out what they allocate.
 
 To ask the allocator how much an operator has allocated takes longer than to run it. An operator that was run before
-with the same sizes, strides, types and numbers allocates as much, if the segments are those of then.
+with the same sizes, strides, types, alignments and numbers allocates as much, if the segments are those of then. A
+segment has 2 or 20 MiB, so it alone doesn't tell: libraries choose kernels, and their workspaces, by alignment, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.allocations import Plan
     from torch_overlay._inductor.relaunch.capture.placing import Placing
 
+FULL = 256  # no library checks for more alignment
 PLAIN = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout
 GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
 
@@ -142,7 +144,7 @@ def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     parts: list[Any] = [function, *kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            parts.append((value.size(), value.stride(), value.dtype))
+            parts.append((value.size(), value.stride(), value.dtype, value.data_ptr() % FULL))
         elif isinstance(value, PLAIN) or (
             isinstance(value, (list, tuple)) and all(isinstance(v, PLAIN) for v in value)
         ):
