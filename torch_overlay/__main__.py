@@ -7,6 +7,8 @@ why.
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -69,9 +71,15 @@ def print_status(status: Status) -> None:
 def main(argv: list[str]) -> int:
     """Dispatch the subcommands; return the exit status."""
     command, arguments = (argv[0], argv[1:]) if argv else ("help", [])
-    if command not in ("status", *COMMANDS):
+    if command in ("help", "--help", "-h") or (command == "status" and set(arguments) & {"--help", "-h"}):
         print(USAGE)
-        return 0 if command in ("help", "--help", "-h") else 2
+        return 0
+    if command not in ("status", *COMMANDS):
+        print(f"torch_overlay: there is no command {command}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    if command == "status" and arguments:
+        print(f"status: takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
     refused: OverlayError | ValueError | None = None
     try:
         torch_overlay.enable()
@@ -87,5 +95,25 @@ def main(argv: list[str]) -> int:
     return 1 if refused else 0
 
 
+def run(argv: list[str]) -> int:
+    """Run a command, whatever stdout is. The status is 2 if what it printed could not be written."""
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # lines of a program may have any characters
+    try:
+        status = main(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # nobody reads on: `| head`
+        pass
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        print(f"torch_overlay: the output could not be written: {error}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))
