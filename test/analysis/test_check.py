@@ -746,7 +746,7 @@ class TestCommandLine(TestCase):
             (("model.py",), "doesn't name a function: FILE:FUNCTION"),
             (("elsewhere.py:f",), "no file elsewhere.py"),
             (("model.py:good", "--calls", "0"), "--calls must be at least 1, got 0"),
-            (("model.py:broken",), "KeyError: 'model'"),
+            (("model.py:broken",), "model.py:28: KeyError: 'model'"),
         ):
             done = self.run_check(*arguments)
             self.assertEqual(done.returncode, 2, done.stdout)

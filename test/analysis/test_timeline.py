@@ -911,7 +911,7 @@ class TestCommand(TestCase):
     def test_program_that_fails(self) -> None:
         status, _, err = self.command(f"{self.path}:fails")
         self.assertEqual(status, 2)
-        self.assertIn("ValueError: not like this", err)
+        self.assertRegex(err, r"program\.py:\d+: ValueError: not like this\n$")
 
 
 @form.needs_gpu

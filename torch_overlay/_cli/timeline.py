@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
         return 2
     except Exception as error:
         print(f"timeline: {options.target} could not be run:", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        print(program.failure(error, path), file=sys.stderr)
         return 2
     print(found)
     try:
