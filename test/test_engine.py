@@ -767,6 +767,13 @@ class TestCommandLine(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("TORCH_OVERLAY_DISABLE=1", result.stdout)
 
+    def test_commands_when_disabled_by_the_environment(self) -> None:
+        result = self.command("check", "model.py:f", TORCH_OVERLAY_DISABLE="1")
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertRegex(result.stderr, r"^check: needs the overlay, .*: TORCH_OVERLAY_DISABLE=1 is set .*\n$")
+        result = self.command("explain", "no.py", TORCH_OVERLAY_DISABLE="1")
+        self.assertRegex(result.stderr, r"^explain: this is stock PyTorch, .*: TORCH_OVERLAY_DISABLE=1 is set .*\n")
+
     @form.slow
     def test_a_package_that_is_not_whole_is_one_clear_error(self) -> None:
         """base.json is missing or broken, or the package is in an archive."""

@@ -85,12 +85,18 @@ def main(argv: list[str]) -> int:
         torch_overlay.enable()
     except (OverlayError, ValueError) as error:
         refused = error
+    off_because = "" if refused or (status := torch_overlay.status()).enabled else status.why
     is_broken = isinstance(refused, OverlayError) and refused.reason == "broken_package"
     if command == "status" and not is_broken:
         print_status(torch_overlay.status())
     elif refused is not None:
         print(refused, file=sys.stderr)
+    elif command == "check" and off_because and not set(arguments) & {"--help", "-h"}:
+        print(f"check: needs the overlay, of stock PyTorch it sees no waits: {off_because}", file=sys.stderr)
+        return 2
     else:
+        if off_because:
+            print(f"{command}: this is stock PyTorch, the overlay is not enabled: {off_because}", file=sys.stderr)
         return importlib.import_module(COMMANDS[command]).main(arguments) or 0
     return 1 if refused else 0
 

@@ -699,6 +699,14 @@ def example_inputs():
 
 
 class TestNothingToCheck(TestCase):
+    def test_code_of_stock_pytorch_is_refused(self) -> None:
+        """Its waits aren't seen: each use of a stream would be a race."""
+        with (
+            config.patch(streams=False),
+            self.assertRaisesRegex(ValueError, r"needs torch(_|\._)overlay\.config\.streams"),
+        ):
+            check(torch.sin, torch.ones(4))
+
     def test_it_is_said(self) -> None:
         with simulated_gpu():
             x = torch.randn(4, device="cuda")
