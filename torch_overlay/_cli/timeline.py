@@ -60,12 +60,13 @@ def main(argv: list[str]) -> int:
         print(program.failure(error, path), file=sys.stderr)
         return 2
     print(found)
-    try:
-        for name in options.out or ():
-            print(f"wrote {found.save(name)}")
-    except (OSError, ValueError) as error:  # the folder can't be made, or nothing ran on the device
-        print(f"timeline: no picture: {error}", file=sys.stderr)
-        return 2
+    for name in options.out or ():
+        try:
+            written = found.save(name)
+        except (OSError, ValueError) as error:  # the folder can't be made, or nothing ran on the device
+            print(f"timeline: no picture: {error}", file=sys.stderr)
+            return 2
+        print(f"wrote {written}")
     return 0
 
 
