@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -766,6 +767,13 @@ class TestCommandLine(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("TORCH_OVERLAY_DISABLE=1", result.stdout)
 
+    def test_commands_when_disabled_by_the_environment(self) -> None:
+        result = self.command("check", "model.py:f", TORCH_OVERLAY_DISABLE="1")
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertRegex(result.stderr, r"^check: needs the overlay, .*: TORCH_OVERLAY_DISABLE=1 is set .*\n$")
+        result = self.command("explain", "no.py", TORCH_OVERLAY_DISABLE="1")
+        self.assertRegex(result.stderr, r"^explain: this is stock PyTorch, .*: TORCH_OVERLAY_DISABLE=1 is set .*\n")
+
     @form.slow
     def test_a_package_that_is_not_whole_is_one_clear_error(self) -> None:
         """base.json is missing or broken, or the package is in an archive."""
@@ -797,8 +805,37 @@ class TestCommandLine(unittest.TestCase):
             self.assertIn(word, result.stdout)
 
     def test_help_and_unknown_commands(self) -> None:
-        self.assertIn("explain", self.command("--help").stdout)
-        self.assertEqual(self.command("nonsense").returncode, 2)
+        for arguments in (["--help"], ["status", "--help"]):
+            result = self.command(*arguments)
+            self.assertEqual(result.returncode, 0)
+            self.assertIn("\n    explain ", result.stdout)
+            self.assertNotIn("Base", result.stdout)
+        for arguments, why in (
+            (["nonsense"], "torch_overlay: there is no command nonsense\n"),
+            (["status", "all"], "status: takes no arguments, got all\n"),
+        ):
+            result = self.command(*arguments)
+            self.assertEqual((result.returncode, result.stdout), (2, ""))
+            self.assertIn(why, result.stderr)
+
+    def test_output_that_nobody_reads_or_that_has_no_room(self) -> None:
+        """No traceback, of ours or of Python's end."""
+        no_room = "torch_overlay: the output could not be written: [Errno 28] No space left on device\n"
+        for command, shell, status, errors in (
+            ("--help", "{} | true; exit ${{PIPESTATUS[0]}}", 2, ""),
+            ("--help", "{} > /dev/full", 2, no_room),
+            ("status", "{} > /dev/full", 2, no_room),
+            ("status", "{} >&-", 0, ""),
+        ):
+            with self.subTest(shell, command=command):
+                text = shell.format(shlex.join([sys.executable, "-m", "torch_overlay", command]))
+                result = subprocess.run(["bash", "-c", text], cwd=form.ROOT, capture_output=True, text=True)
+                self.assertEqual((result.returncode, result.stderr), (status, errors))
+
+    def test_characters_that_the_terminal_does_not_have(self) -> None:
+        result = self.command("status", PYTHONIOENCODING="ascii", TORCH_OVERLAY_STREAMS="m\u00f6glich")
+        self.assertEqual((result.returncode, result.stderr), (1, ""))
+        self.assertIn("TORCH_OVERLAY_STREAMS is 'm\\xf6glich' in the environment", result.stdout)
 
     def test_another_package_with_this_one_among_its_arguments(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "test"), str(ROOT / "test" / "analysis")]
+sys.path[:0] = [str(ROOT / "test" / folder) for folder in ("", "analysis", "inductor")]
 
 import corpus  # noqa: E402
 import mutants  # noqa: E402

@@ -7,6 +7,8 @@ why.
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -69,23 +71,55 @@ def print_status(status: Status) -> None:
 def main(argv: list[str]) -> int:
     """Dispatch the subcommands; return the exit status."""
     command, arguments = (argv[0], argv[1:]) if argv else ("help", [])
-    if command not in ("status", *COMMANDS):
+    if command in ("help", "--help", "-h") or (command == "status" and set(arguments) & {"--help", "-h"}):
         print(USAGE)
-        return 0 if command in ("help", "--help", "-h") else 2
+        return 0
+    if command not in ("status", *COMMANDS):
+        print(f"torch_overlay: there is no command {command}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    if command == "status" and arguments:
+        print(f"status: takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
     refused: OverlayError | ValueError | None = None
     try:
         torch_overlay.enable()
     except (OverlayError, ValueError) as error:
         refused = error
+    off_because = "" if refused or (status := torch_overlay.status()).enabled else status.why
     is_broken = isinstance(refused, OverlayError) and refused.reason == "broken_package"
     if command == "status" and not is_broken:
         print_status(torch_overlay.status())
     elif refused is not None:
         print(refused, file=sys.stderr)
+    elif command == "check" and off_because and not set(arguments) & {"--help", "-h"}:
+        print(f"check: needs the overlay, of stock PyTorch it sees no waits: {off_because}", file=sys.stderr)
+        return 2
     else:
+        if off_because:
+            print(f"{command}: this is stock PyTorch, the overlay is not enabled: {off_because}", file=sys.stderr)
         return importlib.import_module(COMMANDS[command]).main(arguments) or 0
     return 1 if refused else 0
 
 
+def run(argv: list[str]) -> int:
+    """Run a command, whatever stdout is. The status is 2 if what it printed could not be written."""
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # lines of a program may have any characters
+    try:
+        status = main(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # nobody reads on: `| head`
+        pass
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        print(f"torch_overlay: the output could not be written: {error}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

@@ -699,6 +699,14 @@ def example_inputs():
 
 
 class TestNothingToCheck(TestCase):
+    def test_code_of_stock_pytorch_is_refused(self) -> None:
+        """Its waits aren't seen: each use of a stream would be a race."""
+        with (
+            config.patch(streams=False),
+            self.assertRaisesRegex(ValueError, r"needs torch(_|\._)overlay\.config\.streams"),
+        ):
+            check(torch.sin, torch.ones(4))
+
     def test_it_is_said(self) -> None:
         with simulated_gpu():
             x = torch.randn(4, device="cuda")
@@ -746,7 +754,7 @@ class TestCommandLine(TestCase):
             (("model.py",), "doesn't name a function: FILE:FUNCTION"),
             (("elsewhere.py:f",), "no file elsewhere.py"),
             (("model.py:good", "--calls", "0"), "--calls must be at least 1, got 0"),
-            (("model.py:broken",), "KeyError: 'model'"),
+            (("model.py:broken",), "model.py:28: KeyError: 'model'"),
         ):
             done = self.run_check(*arguments)
             self.assertEqual(done.returncode, 2, done.stdout)

@@ -8,6 +8,9 @@ programs and as many small ones as one wants.
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import brute_force
 import corpus
@@ -35,6 +38,17 @@ class TestSmallPrograms(TestCase):
         wrong = sum(count for (_, is_wrong, _), count in tally.counts.items() if is_wrong)
         self.assertGreater(wrong, 100, tally.table())
         self.assertGreater(tally.decided - wrong, 100, tally.table())
+
+
+@form.overlay_only
+class TestTool(TestCase):
+    def test_it_finds_its_modules(self) -> None:
+        """Outside of pytest, which has the paths of setup.cfg."""
+        command = [sys.executable, str(form.ROOT / "tools" / "run_mutants.py"), "--help"]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("--small", done.stdout)
 
 
 class TestCompiledPrograms(TestCase):

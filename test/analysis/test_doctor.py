@@ -236,7 +236,7 @@ class TestCommand(CommandTests):
         for arguments, status, message in (
             ([f"{self.folder}/none.py"], 2, "no file"),
             ([f"{self.model}:none"], 2, "has no function none"),
-            ([f"{self.model}:broken"], 2, "broken failed: KeyError: 'no such key'"),
+            ([f"{self.model}:broken"], 2, "model.py:21: KeyError: 'no such key'"),
             ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
             ([f"{self.model}:whole", "more"], 2, "takes no more"),
             (["--remedy", "whole", str(self.model)], 2, "a script has none"),

@@ -908,10 +908,22 @@ class TestCommand(TestCase):
         self.assertIn("3 kernels, 2 streams", out)
         self.assertRegex(err, r"^timeline: no picture: .*\n$")
 
+    def test_reader_that_is_gone_is_no_picture_that_is_missing(self) -> None:
+        class Pipe(io.StringIO):
+            def write(self, text: str) -> int:
+                if "wrote" in text:
+                    raise BrokenPipeError
+                return len(text)
+
+        svg, err = self.folder / "x.svg", io.StringIO()
+        with contextlib.redirect_stdout(Pipe()), contextlib.redirect_stderr(err), self.assertRaises(BrokenPipeError):
+            main(["--simulate", f"{self.path}:branch", "--out", str(svg)])
+        self.assertEqual((svg.exists(), err.getvalue()), (True, ""))
+
     def test_program_that_fails(self) -> None:
         status, _, err = self.command(f"{self.path}:fails")
         self.assertEqual(status, 2)
-        self.assertIn("ValueError: not like this", err)
+        self.assertRegex(err, r"program\.py:\d+: ValueError: not like this\n$")
 
 
 @form.needs_gpu

@@ -261,7 +261,19 @@ class Explain(TestCase):
         text = self.explain(self.path, "fail")
         self.assertEqual(self.code, 1)
         self.assertIn("mul: f32[4]", text)
-        self.assertIn("ValueError: told to fail", text)
+        self.assertRegex(text, r"program\.py:\d+: ValueError: told to fail")
+
+    def test_line_at_which_a_script_exits(self):
+        with open(self.path, "w") as file:
+            file.write("import sys\ndef leave():\n    sys.exit(3)\nleave()\n")
+        self.assertRegex(self.explain(self.path), r"program\.py:3: RuntimeError: the script exited with 3")
+        self.assertEqual(self.code, 1)
+
+    def test_timeline_that_can_not_be_written(self):
+        text = self.explain("--timeline", os.path.join(self.path, "x.svg"), f"{self.path}:alone")  # in a file
+        self.assertEqual(self.code, 2)
+        self.assertRegex(self.errors, r"^explain: no timeline: .*\n$")
+        self.assertIn("kernel", text)
 
     def test_program_in_which_nothing_is_compiled(self):
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:

@@ -416,6 +416,13 @@ class Eager(TestCase):
         with self.assertRaisesRegex(RuntimeError, text):
             cuda(4, 4).to_sparse()
 
+    def test_operator_without_results_needs_no_fake_kernel(self):
+        """As the step of a fused SGD in eager."""
+        weight = cuda(4, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+        weight.sum().backward()
+        optimizer.step()  # is not refused
+
     def test_cuda_graph_points_to_check_graph(self):
         with self.assertRaisesRegex(
             RuntimeError, r"no GPU to capture on .* torch(_overlay|\._overlay)\.analysis\.check_graph reads"

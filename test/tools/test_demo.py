@@ -55,6 +55,12 @@ class TestCommand(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("no_such_program.py does not exist", result.stderr)
 
+    def test_folder_that_cannot_be_made(self) -> None:
+        with tempfile.NamedTemporaryFile() as file:
+            result = run_demo("moe_experts", "--out", f"{file.name}/out", folder="/")
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertIn(f"error: --out {file.name}/out: no picture can be written there: Not a directory", result.stderr)
+
     @form.needs_gpu
     def test_on_a_gpu_the_programs_are_equal_to_ordered_eager(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

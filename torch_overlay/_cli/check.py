@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from torch_overlay._cli import program
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> int:
         return 2
     except Exception as error:
         print(f"check: {options.target} could not be run:", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        print(program.failure(error, path), file=sys.stderr)
         return 2
     if not report.compiled.frames:
         print(f"check: {report.unchecked}: Dynamo compiled no frame of {options.target}", file=sys.stderr)

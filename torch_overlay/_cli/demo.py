@@ -250,6 +250,11 @@ def main(argv: list[str]) -> int:
     for name in names:
         if not (EXAMPLES / f"{name}.py").is_file():
             parser.error(f"{EXAMPLES / name}.py does not exist: the demo runs the examples of a checkout")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+    except OSError as error:
+        parser.error(f"--out {options.out}: no picture can be written there: {error.strerror}")
 
     import torch
 

@@ -24,7 +24,6 @@ import dataclasses
 import io
 import json
 import sys
-import traceback
 from pathlib import Path
 from typing import Any, TextIO, TYPE_CHECKING
 
@@ -77,8 +76,8 @@ def main(argv: list[str]) -> int:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        text = "".join(traceback.format_exception_only(error)).strip()
-        print(f"doctor: {options.target} failed: {' '.join(text.split())}", file=sys.stderr)
+        text = " ".join(program.failure(error, path).split())
+        print(f"doctor: {options.target} failed: {text}", file=sys.stderr)
         return 2
     if not found.coverage.get("functions") and not found.findings:
         print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)

@@ -16,7 +16,8 @@ NAME.json, it also draws everything that the program runs on the device, and say
 much of each copy is hidden behind kernels: on a GPU by the profiler, in a simulated run by estimates. Regions that
 asked for a CUDA graph and got none come last, with the reason, which is found at a region's second call, on a GPU.
 
-The exit status is 0; 1 if the program failed; 2 if there is no such program, or nothing in it was compiled.
+The exit status is 0; 1 if the program failed; 2 if there is no such program, if nothing in it was compiled, or if a
+picture can't be written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import contextlib
 import os
 import runpy
 import sys
-import traceback
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; return the exit status: 0, or 1 if the program failed, or 2 if it could not be found."""
+    """Run the command; return the exit status."""
     parser = program.parser("explain", __doc__)
     parser.add_argument(
         "--simulate", action="store_true", help="compile for a simulated GPU even where there is a real one"
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         return 2
 
     simulate = options.simulate or not torch.cuda.is_available()
-    error: BaseException | None = None
+    error: str | None = None
     refused_before = refusals.refused()
     with contextlib.ExitStack() as stack:
         simulation = stack.enter_context(simulated_gpu(options.devices)) if simulate else None
@@ -86,19 +86,20 @@ def main(argv: list[str]) -> int:
             print(f"explain: {e}", file=sys.stderr)
             return 2
         except Exception as e:
-            error = e
+            error = program.failure(e, path)
         graphs = coverage.coverage()  # the simulation resets the compiler at its end
-    drawn, written = None, []
+    drawn, written, undrawn = None, [], False
     try:
         if draw is not None:
             drawn = draw()
             written = [str(drawn.save(name)) for name in options.timeline]
     except (OSError, ValueError) as e:  # the folder doesn't exist, or nothing ran on the device
         print(f"explain: no timeline: {e}", file=sys.stderr)
+        undrawn = True
     Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
         seen, [r for r in refusals.refused() if r not in refused_before], graphs, error
     )
-    return 1 if error is not None else 0 if seen.frames else 2
+    return 1 if error is not None else 0 if seen.frames and not undrawn else 2
 
 
 def run_script(path: str, arguments: list[str]) -> None:
@@ -107,7 +108,7 @@ def run_script(path: str, arguments: list[str]) -> None:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as e:
             if e.code not in (None, 0):
-                raise RuntimeError(f"the script exited with {e.code}") from e
+                raise RuntimeError(f"the script exited with {e.code}").with_traceback(e.__traceback__) from e
 
 
 def run_function(path: str, name: str) -> None:
@@ -132,9 +133,7 @@ class Report:
 
             self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def print(
-        self, seen: Compiled, refused: Sequence[refusals.Refused], graphs: Coverage, error: BaseException | None
-    ) -> None:
+    def print(self, seen: Compiled, refused: Sequence[refusals.Refused], graphs: Coverage, error: str | None) -> None:
         self._heading(self._title)
         self._breaks(seen)
         for frame in seen.frames:
@@ -160,7 +159,7 @@ class Report:
             self._line("Nothing was compiled: no torch.compile'd function was called.")
         if error is not None:
             self._heading("The program failed")
-            self._line("".join(traceback.format_exception_only(error)).strip())
+            self._line(error)
 
     def _breaks(self, seen: Compiled) -> None:
         rows = [

@@ -8,6 +8,7 @@ import inspect
 import os
 import runpy
 import sys
+import traceback
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -54,6 +55,13 @@ def check_pictures(option: str, names: Iterable[str]) -> None:
 def check_file(path: str) -> None:
     if not os.path.isfile(path):
         raise UsageError(f"no file {path}")
+
+
+def failure(error: BaseException, path: str) -> str:
+    """Return what the error of a program says, after the innermost line of the program's file that it came through."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{path}:{lines[-1]}: {text}" if lines else text
 
 
 @contextlib.contextmanager
@@ -113,6 +121,7 @@ __all__ = [
     "check_file",
     "check_options",
     "check_pictures",
+    "failure",
     "importable",
     "load",
     "parser",

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,15 +57,16 @@ def main(argv: list[str]) -> int:
         return 2
     except Exception as error:
         print(f"timeline: {options.target} could not be run:", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        print(program.failure(error, path), file=sys.stderr)
         return 2
     print(found)
-    try:
-        for name in options.out or ():
-            print(f"wrote {found.save(name)}")
-    except (OSError, ValueError) as error:  # the folder can't be made, or nothing ran on the device
-        print(f"timeline: no picture: {error}", file=sys.stderr)
-        return 2
+    for name in options.out or ():
+        try:
+            written = found.save(name)
+        except (OSError, ValueError) as error:  # the folder can't be made, or nothing ran on the device
+            print(f"timeline: no picture: {error}", file=sys.stderr)
+            return 2
+        print(f"wrote {written}")
     return 0
 
 

@@ -67,7 +67,7 @@ class MadeUp:
 
 
 class NotSimulated(UnsupportedOperatorException):
-    """An operator has no fake kernel: stock fake tensors run it on the device, and there is no device here."""
+    """An operator with results has no fake kernel: stock fake tensors run it on the device, and there is none here."""
 
     def __str__(self) -> str:
         return (

@@ -138,7 +138,9 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
 
     def fall_back(fake_mode: Any, func: Any, args: Any, spec: Any, error: Any) -> Any:
         if any(isinstance(a, torch.Tensor) and a.device.type == "cuda" for a in args):
-            raise NotSimulated(func) from error
+            if func._schema.returns:
+                raise NotSimulated(func) from error
+            return None  # it writes to what it gets, and no result has a shape to be known
         return fallback(fake_mode, func, args, spec, error)
 
     engine = torch.autograd.graph._engine_run_backward

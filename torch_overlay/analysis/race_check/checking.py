@@ -97,6 +97,8 @@ def check(
     """
     if calls < 1:
         raise ValueError(f"check: calls must be at least 1, got {calls}")
+    if not config.streams:
+        raise ValueError("check: needs torch_overlay.config.streams = True, of upstream's handling it sees no waits")
     with simulated_gpu(devices) as gpu:
         args = _simulated(gpu, args)
         before = Eager()
