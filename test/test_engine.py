@@ -236,6 +236,13 @@ class TestRefusals(FakeUpstream):
         self.assertIn(verify.found_version(), error.found)
         self.assertIn("1.0.0", str(error))
 
+    def test_build_without_cuda(self) -> None:
+        torch = sys.modules["torch"]
+        with mock.patch.object(torch.version, "cuda", None):
+            error = self.refused("wrong_version", self.seam("plain"))
+        self.assertIn("built with CUDA", error.expected)
+        self.assertIn(f"torch {torch.__version__} without CUDA", str(error))
+
     def test_already_patched(self) -> None:
         (self.root / "torch" / "_overlay").mkdir(parents=True)
         self.assertIn("--reverse", str(self.refused("already_patched", self.seam("plain"))))

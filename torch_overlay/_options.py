@@ -6,6 +6,8 @@ Upstream's configuration accepts any value, and understands only "0" and "1" in 
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import pickle
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -17,8 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
+log = logging.getLogger(__name__)
+
 MODES = ("relaunch", "trees", "off")
 ON, OFF = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+PREFIX = "TORCH_OVERLAY_"
+OTHERS = "DISABLE", "CFLAGS"  # variables that stand for no option
 SPELLINGS = "1, true, yes or on, or 0, false, no or off"
 
 
@@ -67,7 +73,12 @@ SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch,
 COUNT = Option("an int, not negative", lambda v: type(v) is not bool and isinstance(v, int) and v >= 0, int)
 OPTIONS: Mapping[str, Option] = {
     "streams": SWITCH,
-    "nvtx": Option("None, True or False", lambda v: v is None or type(v) is bool, read_switch, SPELLINGS),
+    "nvtx": Option(
+        "None, True or False",
+        lambda v: v is None or type(v) is bool,
+        lambda text: None if text.lower() == "none" else read_switch(text),
+        f"none, {SPELLINGS}",
+    ),
     "fold_branches_below_us": Option("a number of microseconds, not negative", _is_number, float),
     "activation_offload": Option(
         'None, "auto" or a dict', _is_offload, str.lower, "auto, none, or a number of gigabytes of 10^9 bytes"
@@ -94,7 +105,7 @@ def check_all(changes: Mapping[str, Any]) -> None:
 
 
 def variable(name: str) -> str:
-    return f"TORCH_OVERLAY_{name.upper()}"
+    return f"{PREFIX}{name.upper()}"
 
 
 def switched_on(variable: str) -> bool:
@@ -121,8 +132,17 @@ def from_environment() -> dict[str, Any]:
     return found
 
 
+def warn_of_unknown_variables() -> None:
+    known = {*OTHERS, *map(str.upper, OPTIONS)}
+    for name in sorted({v.removeprefix(PREFIX) for v in os.environ if v.startswith(PREFIX)} - known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {variable(near[0])}?" if near else ""
+        log.warning("%s is set in the environment, but torch_overlay reads no such variable%s", variable(name), hint)
+
+
 def install(config: ModuleType) -> None:
     """Make the configuration module check values: all of those set together, before any of them is set."""
+    warn_of_unknown_variables()
     for name, value in from_environment().items():
         config._config[name].env_value_default = value
 

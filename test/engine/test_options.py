@@ -171,6 +171,26 @@ class TestEnvironment(unittest.TestCase):
             self.assertEqual(_options.from_environment(), {})
             self.assertFalse(_options.switched_on("TORCH_OVERLAY_STREAMS"))
 
+    def test_none_is_the_default_of_nvtx(self) -> None:
+        from torch_overlay import _options
+
+        for text, value in (("None", None), ("on", True), ("0", False)):
+            with mock.patch.dict("os.environ", TORCH_OVERLAY_NVTX=text):
+                self.assertEqual(_options.from_environment(), {"nvtx": value})
+
+    def test_variables_that_nobody_reads(self) -> None:
+        from torch_overlay import _options
+
+        given = {"STREAM": "0", "CUDAGRAPHS": "off", "DISABLE": "1", "ZZZ": ""}
+        given = {f"TORCH_OVERLAY_{name}": text for name, text in given.items()}
+        with mock.patch.dict("os.environ", given), self.assertLogs(_options.log, "WARNING") as logs:
+            _options.warn_of_unknown_variables()
+        said = "is set in the environment, but torch_overlay reads no such variable"
+        self.assertEqual(
+            [record.getMessage() for record in logs.records],
+            [f"TORCH_OVERLAY_STREAM {said}; did you mean TORCH_OVERLAY_STREAMS?", f"TORCH_OVERLAY_ZZZ {said}"],
+        )
+
     def test_variables_change_the_defaults_and_status_says_so(self) -> None:
         env = {
             "streams": ("no", False),

@@ -70,7 +70,7 @@ def module_file(root: Path, module: str) -> Path:
 
 
 def check_version(root: Path) -> None:
-    """Check that the release is base.json's and that the tree has not been patched."""
+    """Check that the release is base.json's, built with CUDA, and that the tree has not been patched."""
     expected = base()["torch"]
     if (root / "torch" / "_overlay").exists():
         raise OverlayError(
@@ -89,6 +89,15 @@ def check_version(root: Path) -> None:
             f"torch {expected}",
             f"torch {found}",
             f"Install torch=={expected}, or the release of torch_overlay for torch {found}.",
+        )
+    torch: Any = sys.modules["torch"]
+    if torch.version.cuda is None:
+        raise OverlayError(
+            "wrong_version",
+            "torch",
+            f"torch {expected} built with CUDA",
+            f"torch {torch.__version__} without CUDA",
+            f"Install torch=={expected} from PyPI: it runs without a GPU, too.",
         )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.operators import FULL
 
 
-FULL = capture.ALIGNMENT
 LEAST = 16
 
 

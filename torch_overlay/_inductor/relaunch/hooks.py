@@ -143,7 +143,7 @@ def log_graph_partitions(
 
 
 def create_switch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Seam of ir.Switch.create: the lowering of torch.cond and torch.switch has just taken the graph from the whole
+    """Seam of ir.Switch.create: the lowering of torch.cond and switch has just taken the graph from the whole
     code."""
     from torch._inductor.virtualized import V
 

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 
-ALIGNMENT = 256  # no library checks for more
-
 
 @dataclass
 class Captured:
