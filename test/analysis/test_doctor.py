@@ -137,9 +137,15 @@ class TestCommand(CommandTests):
         self.assertEqual(found["first"], "First: nothing: all that can be in graphs is.")
 
     def test_page_that_cannot_be_written_loses_nothing(self) -> None:
-        status, out, err = self.run_command(f"{self.model}:whole", "--json", "--html", f"{self.folder}/none/page.html")
-        self.assertEqual((status, json.loads(out)["share"]), (2, 1.0))
-        self.assertRegex(err, r"^doctor: no page: .*No such file.*none/page\.html'\n$")
+        page = self.folder / "new" / "page.html"
+        for where, status, message in (
+            (page, 0, "^$"),
+            (self.model / "page.html", 2, "^doctor: no page: .*model.py'\n$"),
+        ):
+            got, out, err = self.run_command(f"{self.model}:whole", "--json", "--html", str(where))
+            self.assertEqual((got, json.loads(out)["share"]), (status, 1.0), err)
+            self.assertRegex(err, message)
+        self.assertIn("<html", page.read_text())
 
     def test_script(self) -> None:
         status, out, _ = self.run_command(str(self.model))
@@ -236,6 +242,8 @@ class TestCommand(CommandTests):
         for arguments, status, message in (
             ([f"{self.folder}/none.py"], 2, "no file"),
             ([f"{self.model}:none"], 2, "has no function none"),
+            ([f"{self.model}:"], 2, "names no function"),
+            ([f"{self.model}:whole", "--remedy", "none"], 2, "has no function none"),
             ([f"{self.model}:broken"], 2, "model.py:21: KeyError: 'no such key'"),
             ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
             ([f"{self.model}:whole", "more"], 2, "takes no more"),

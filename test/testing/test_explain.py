@@ -287,6 +287,7 @@ class Explain(TestCase):
         for target, why in (
             ("/no/such/file.py", "no file /no/such/file.py"),
             (f"{self.path}:absent", "has no function absent"),
+            (f"{self.path}:", f"{self.path}: names no function: it is FILE:FUNCTION, or FILE for a script"),
             (f"{self.path}:needs", "should define needs_inputs() or example_inputs()"),
         ):
             self.explain(target)

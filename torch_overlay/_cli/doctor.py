@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         arguments = [options.target, *options.arguments][:-1]
         options.target = target
     try:
-        program.check_file(path)
+        program.check_file(path, target)
         if options.steps < 4:
             raise UsageError(f"--steps must be at least 4, got {options.steps}: graphs are made at the second call")
         if colon and arguments:
@@ -85,6 +85,7 @@ def main(argv: list[str]) -> int:
     print(found.to_json() if options.json else found)
     try:
         if options.html:
+            Path(options.html).parent.mkdir(parents=True, exist_ok=True)
             Path(options.html).write_text(found.to_html(), encoding="utf-8")
     except OSError as error:
         print(f"doctor: no page: {error}", file=sys.stderr)
@@ -99,7 +100,7 @@ def run(path: str, function: str, arguments: list[str], options: argparse.Namesp
     around = simulated_gpu() if simulate else contextlib.nullcontext()
     with program.importable(path), around, patched(trial.get("options", {})):
         if function:
-            fn, inputs = program.load(path, trial.get("function", function), function)
+            fn, inputs = program.load(path, trial.get("function", function), function, options.remedy or "")
             found = diagnose(
                 fn,
                 *inputs,

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         if options.arguments:
             parser.error(f"{function} is called on its example inputs, and takes no arguments here")
     try:
-        program.check_file(path)
+        program.check_file(path, options.target)
         program.check_pictures("--timeline", options.timeline or ())
         program.check_devices(options.devices)
     except program.UsageError as wrong:

@@ -52,9 +52,12 @@ def check_pictures(option: str, names: Iterable[str]) -> None:
             raise UsageError(f"{option} {name}: a timeline is written as .svg or .json")
 
 
-def check_file(path: str) -> None:
+def check_file(path: str, target: str = "") -> None:
+    """Raise UsageError if there is no such file, or if `target`, which names it, has a colon and no function."""
     if not os.path.isfile(path):
-        raise UsageError(f"no file {path}")
+        raise UsageError(f"no file {path}" if path else "no file is named")
+    if target.endswith(":"):
+        raise UsageError(f"{target} names no function: it is FILE:FUNCTION, or FILE for a script")
 
 
 def failure(error: BaseException, path: str) -> str:
@@ -80,10 +83,10 @@ def importable(path: str, arguments: Iterable[str] = ()) -> Iterator[None]:
         sys.path[:], sys.argv = before, argv  # the program may have changed them
 
 
-def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def load(path: str, name: str, inputs_of: str = "", other: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Run a file and return its function `name` with its inputs, or those of the function `inputs_of`; without a name,
     the result of the file's `make()`. Called inside `importable`. Raises UsageError if there is no function of that
-    name, or if nothing gives its inputs.
+    name, or named `other`, or if nothing gives its inputs.
     """
     module = runpy.run_path(path, run_name="loaded")
     if not name:
@@ -92,10 +95,11 @@ def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any],
         if not (isinstance(made := make(), tuple) and len(made) == 2):
             raise UsageError(f"make() of {path} returned no pair of a function and its arguments")
         return made
-    if not callable(fn := module.get(name)):
-        raise UsageError(f"{path} has no function {name}")
+    for each in (name, other):
+        if each and not callable(module.get(each)):
+            raise UsageError(f"{path} has no function {each}")
     given = inputs_of or name
-    return fn, _inputs(path, module, given, module[given])
+    return module[name], _inputs(path, module, given, module[given])
 
 
 def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
