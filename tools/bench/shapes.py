@@ -9,7 +9,7 @@ another, and a second process of the first and of relaunch's side measures last.
     first    µs of the first call of a size, from idle, until the device is done; median over the sizes
     second   of its second call;  later: of calls after these, the sizes in turn
     mean     ms a step over all calls of a row whose sizes are drawn;  last: over the last third of them
-    device   MiB of device memory that the sizes took;  reserved: of the caching allocator's
+    device   MiB of device memory that the sizes took;  reserved: of the caching allocator's;  host: of host memory
 
 Sides: `off` has no graph; `pad` pads to the largest size, under trees; `replay` is a graph made by hand at the second
 call of each size, with its inputs copied in: the floor. The rows are in `shape_rows`. --jsonl FILE writes what
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
@@ -126,9 +127,9 @@ class _Served:
             begun, going = (self._many(items, results) for items in (self.row.items[:-last], self.row.items[-last:]))
             found["mean"], found["last"] = (begun + going) / len(self.row.items), going / last
             found["losses"] = [float(value) for value in results if value is not None]
+        gc.collect()
         torch.cuda.empty_cache()
-        after = self._memory()
-        found["device MiB"], found["reserved MiB"] = (b - a for a, b in zip(before, after))
+        found |= {name: now - before[name] for name, now in self._memory().items()}
         found["recompiled"] = counters["stats"]["unique_graphs"] - compiled
         for name in ("captures", "nodes"):
             found[name] = counters["torch_overlay"]["cudagraph_" + name] - ours.get("cudagraph_" + name, 0)
@@ -144,11 +145,16 @@ class _Served:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    def _memory(self) -> tuple[float, float]:
+    def _memory(self) -> dict[str, float]:
         import torch
         from relaunch_process import device_used, MIB  # pyrefly: ignore[missing-import]
 
-        return device_used() / MIB, torch.cuda.memory_reserved() / MIB
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {
+            "device MiB": device_used() / MIB,
+            "reserved MiB": torch.cuda.memory_reserved() / MIB,
+            "host MiB": pages * resource.getpagesize() / MIB,
+        }
 
     def _kept(self) -> dict[str, Any]:
         from torch_overlay._inductor.relaunch import live, refusals
@@ -219,7 +225,7 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
     if result.get("losses") and base.get("losses"):
         difference = max(abs(a - b) for a, b in zip(result["losses"], base["losses"], strict=True))
         equal = "equal" if not difference else f"{difference:.2g}"
-    numbers = [f"{result[k]:.0f}" if k in result else "-" for k in ("device MiB", "reserved MiB")]
+    numbers = [f"{result[k]:.0f}" if k in result else "-" for k in ("device MiB", "reserved MiB", "host MiB")]
     numbers += [str(result.get(k, "-")) for k in ("captures", "executables", "recompiled")]
     errors = result.get("error", "") or "; ".join(result.get("refusals", ()))
     return [
@@ -234,7 +240,7 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    header = ["row", "side", "first us", "second", "later", "mean ms", "last", "losses", "device", "reserved"]
+    header = ["row", "side", "first us", "second", "later", "mean ms", "last", "losses", "device", "reserved", "host"]
     header += ["captures", "executables", "recompiled", ""]
     return "\n".join(streams.aligned([header, *[_cells(result, results) for result in results]]))
 
