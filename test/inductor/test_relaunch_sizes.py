@@ -18,7 +18,7 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import live, region_graphs
 from torch_overlay._inductor.relaunch.launch import launcher
-from torch_overlay._inductor.relaunch.launch.staged import stages_of
+from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes import sizes
@@ -363,6 +363,42 @@ class TestSizesInTurn(Native, SizesTestCase):
             kept = [stages_of(state.relaunch)[0].template for state in run.states.values()]
             self.assertEqual([(bool(t.nodes), bool(t.slots)) for t in kept], [(verify, verify)] * 6)
             self.assertEqual([graph.nodes for graph in run.graphs()], [3] * 6)
+
+    def test_size_whose_kernels_the_driver_refuses_has_an_executable_of_its_own(self):
+        """It runs as compiled at the call that shows it."""
+        for skip in range(3):
+            run = self.sized()
+            self.call_with_clusters(lambda n, run=run: self.call(run, n), range(3, 9))
+            self.assertEqual(run.states.sizes.instantiated, sizes.MOST)
+            self.call(run, 20)
+            relaunch_driver.driver().fail("cuLaunchKernelEx", 1, skip)
+            for n in (20, 20, 20, 8, 20):
+                self.call(run, n)
+            self.assertTrue(run.states[(20,)].alone)
+            self.assertEqual(launches_of(run.states[(20,)].relaunch), 3)
+            self.assertEqual(run.outside["busy"], 1)
+
+    def test_kernel_that_may_have_written_to_an_input_does_not_run_again(self):
+        source = SIZED.replace("x, w, n = args", "x, w, seen, n = args").replace(
+            "    a =", "    seen.add_(1)\n    a =", 1
+        )
+        run, seen = self.sized(source, mutated=[2]), torch.zeros(1)
+        calls = iter(range(1, 100))
+
+        def call(n):
+            x = torch.randn(n, 4)
+            self.assertEqual(run([x, self.w, seen, n])[0], expected(x, self.w, n)[0])
+            self.assertEqual(int(seen), next(calls))
+
+        self.call_with_clusters(call, range(3, 9))
+        call(20)
+        relaunch_driver.driver().fail("cuLaunchKernelEx", 1, 2)
+        with self.assertRaisesRegex(RuntimeError, "cuLaunchKernelEx"):
+            call(20)
+        self.assertEqual(int(seen), next(calls))
+        for n in (20, 20, 8, 20):
+            call(n)
+        self.assertTrue(run.states[(20,)].alone)
 
     def test_stages_keep_no_nodes(self):
         self.cut_into_stages()

@@ -27,6 +27,7 @@ from torch_overlay._inductor.relaunch.call_keys import CallKeys
 from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
 from torch_overlay._inductor.relaunch.first_runs import FirstRuns
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
+from torch_overlay._inductor.relaunch.launch.launcher import ByNode
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
@@ -136,7 +137,8 @@ class Runner:
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
         untried = has_copies_never_launched(relaunch)
-        shares = state.shared is not None and not launches_of(relaunch)  # likewise, the executable may not take it
+        has_no_own = state.shared is not None or isinstance(stages_of(relaunch)[0].launcher, ByNode)
+        shares = has_no_own and not launches_of(relaunch)  # likewise, the driver may not set or launch its nodes
         if not clones and not untried and not shares:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
         try:
@@ -145,7 +147,8 @@ class Runner:
             inputs[:] = originals or inputs
             return run("number", inputs)
         except RuntimeError as error:
-            if shares and "NodeSetParams" in str(error):
+            by_node = "cuLaunchKernelEx" in str(error)  # then some nodes may have run
+            if shares and (by_node or "NodeSetParams" in str(error)):
                 refusals.log.info("%s: a size gets an executable of its own: %s", self.code.name, error)
                 state.alone = True
                 self.states.set_graph(state)
@@ -156,8 +159,8 @@ class Runner:
             else:
                 message = f"its copies to or from the host can't be patched: {error}"
                 self.region_graphs.give_up(state, message)
-            if self.code.mutated_inputs and any(stage.totals[0] for stage in stages_of(relaunch)):
-                raise  # a stage has run, and may have written to inputs
+            if self.code.mutated_inputs and (by_node or any(stage.totals[0] for stage in stages_of(relaunch))):
+                raise  # what has run may have written to inputs
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
 

@@ -17,6 +17,7 @@ from torch._inductor.cudagraph_relaunch import (
     runner as module,
 )
 from torch._inductor.cudagraph_relaunch.compiled_code import Code
+from torch._inductor.cudagraph_relaunch.launcher import ByNode
 from torch._inductor.cudagraph_relaunch.make_graph import capturing
 from torch._inductor.cudagraph_relaunch.native_call import Misaligned
 from torch._inductor.cudagraph_relaunch.runner import Runner
@@ -281,6 +282,15 @@ class TestErrors(RunnerTestCase):
         self.assertEqual((state.alone, state.relaunch), (True, None))
         self.assertEqual(self.run_.outside, {"warm-up": 1, "busy": 1})
         self.assertEqual(self.said(), [])
+
+    def test_kernel_that_the_driver_can_not_launch(self):
+        graph = self.graphs[-1]
+        graph.result = RuntimeError("cuLaunchKernelEx: invalid argument")
+        graph.launcher = mock.Mock(spec=ByNode, nodes=5, shared=None, patcher=None)
+        self.assertEqual(self.results((), ()), [RUN, RUN])
+        state = self.run_.states[()]
+        self.assertEqual((state.alone, state.relaunch), (True, None))
+        self.assertEqual(self.run_.outside, {"warm-up": 1, "busy": 1})
 
     def test_copies_that_can_not_be_patched(self):
         self.copies.return_value = ["a node"]
