@@ -91,7 +91,7 @@ class TestLaunchNodes(TestCase):
         return self.module.Blocks(EXECUTABLE, nodes, slots, 1, (), (shared, (1, 0)))
 
     def test_kernels_are_launched_in_their_order(self):
-        cluster = bytearray(7 * 64)
+        cluster = bytearray(9 * 64)
         cluster[64] = 2  # the second of the attributes
         blocks = self.blocks(self.shared(bytes(cluster), b""))
         self.assertEqual(self.launch(blocks, 0x7000, STREAM), (0, 1))
