@@ -31,7 +31,7 @@ static PyMethodDef methods[] = {
     {"seen", seen, METH_VARARGS}, {"refused", refused, METH_O}, {NULL}};
 PART(.module = "test", .methods = methods)
 """
-COUNT, SIZE = 7, 64  # attributes, and bytes of one
+COUNT, SIZE = 9, 64  # attributes, and bytes of one
 
 
 @unittest.skipUnless(has_triton_package(), "Triton builds the module")
@@ -45,7 +45,7 @@ class TestShared(TestCase):
         cls.refused = staticmethod(module.test.refused)
 
     def test_only_attributes_that_are_set_are_passed_on(self):
-        values = [0, 0x200000001, 0, 5, 0, 0, 0xFF]
+        values = [0, 0x200000001, 0, 5, 0, 0, 0xFF, 0, 0]
         attributes = b"".join(value.to_bytes(SIZE, "little") for value in values)
         shared = self.Shared(3, ((2, attributes), (0, b""), (1, bytes(COUNT * SIZE))))
         self.assertEqual(self.seen(shared, 2), (3, 4, 0x200000001))  # clusters

@@ -86,7 +86,7 @@ class TestNative(TestCase):
         """They are launched one by one at every call, in the order."""
         native.implementation()
         nodes = kernel(0), EmptyNode(1, 11), kernel(2)
-        cluster = bytes(64) + (2).to_bytes(64, "little") + bytes(5 * 64)
+        cluster = bytes(64) + (2).to_bytes(64, "little") + bytes(7 * 64)
         nodes = dataclasses.replace(nodes[0], attributes=cluster), *nodes[1:]
         made = native.apart(Template(1, nodes, ()), (2, 1, 0))
         self.assertEqual(made.launches, ((2, b""), (0, cluster)))
