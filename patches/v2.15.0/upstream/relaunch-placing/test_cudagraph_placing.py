@@ -186,7 +186,9 @@ class TestPlacing(TestCase):
     def test_operators_that_allocate_alike(self):
         """The allocator is asked for the first of them alone."""
         operators, _ = self.pools(Plan(detail=True), 0)
-        asked, made, x = [], [None], torch.randn(3, 4)
+        asked, made, memory = [], [None], torch.zeros(256)
+        begin = -memory.data_ptr() // 4 % 64  # 64 numbers are 256 bytes
+        x, same, less = (memory[begin + at :][:12].view(3, 4) for at in (0, 64, 136))
 
         @contextlib.contextmanager
         def apart(known):
@@ -198,9 +200,10 @@ class TestPlacing(TestCase):
         for number, (sizes, *args) in enumerate(
             [
                 ([4096], x, 1),
-                ([4096], x.clone(), 1),
+                ([4096], same, 1),
                 ([4096], x, 1.0),
                 ([4096], x.t(), 1),
+                ([4096], less, 1),  # its alignment differs
                 ([8192], x, 1),
                 ([4096], [x]),
                 ([4096], [x]),
@@ -212,10 +215,10 @@ class TestPlacing(TestCase):
             segments = {(k + 1) << 20: size for k, size in enumerate(sizes)}
             made[0] = SimpleNamespace(segments=segments, once=True)
             operators.run(number, call_of(torch.empty(0), *args))
-        known = [True, False, True, True, False, True, True, True, True, False]
+        known = [True, False, True, True, True, False, True, True, True, True, False]
         self.assertEqual(asked, known)
         # All of a segment may be in use that is not as before.
-        wanted = dict.fromkeys(range(10), (1, 1000)) | {4: (-1, 8192)}
+        wanted = dict.fromkeys(range(11), (1, 1000)) | {5: (-1, 8192)}
         self.assertEqual(operators.asked, wanted)
 
     def test_other_operators(self):
