@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Applies the patch series to a PyTorch tree, or takes it back out.
+"""Applies the patch series to a PyTorch tree with the modules that it needs, or takes both back out.
 
     python tools/apply_patches.py PATH              apply
     python tools/apply_patches.py --check PATH      would it apply? (with --reverse: would it come out?) Changes nothing
@@ -7,11 +7,13 @@
     python tools/apply_patches.py --list            the patches, in order, with the files that each changes
 
 PATH is a checkout of PyTorch at the base release, or an installed tree: the folder that contains `torch/`, or that
-`torch/` itself. Only the files that the series changes are looked at. Each must have the SHA-256 that base.json has
-for it; a tree that is dirty, or of another release, is refused by the names of the files, and so is a series that is
-not what its own sums say. The tree has the series or it does not: the new contents are all computed before the first
-file is touched, and an error puts back what was written. One run works on a tree at a time; a run that was killed is
-rolled back by the next one, which says so (see tree_change.py). Needs Python's standard library and nothing else.
+`torch/` itself. The patches edit upstream's files; the modules of torch_overlay/ are copied to torch/_overlay/, their
+text unchanged but for the import prefix, and taken out only if they still are what was copied. Only the files that the
+series changes are looked at. Each must have the SHA-256 that base.json has for it; a tree that is dirty, or of another
+release, is refused by the names of the files, and so is a series that is not what its own sums say. The tree has the
+series or it does not: the new contents are all computed before the first file is touched, and an error puts back what
+was written. One run works on a tree at a time; a run that was killed is rolled back by the next one, which says so (see
+tree_change.py). Needs Python's standard library and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import os
 import sys
 from pathlib import Path
 
-from series import apply_change, base, FileChange, PatchFile, read_series, series_folder, SeriesError, sha256
+from series import apply_change, base, FileChange, PatchFile, SeriesError, sha256, whole_series
 from tree_change import is_locked, locked, read_journal
 
 
@@ -165,9 +167,9 @@ def check(root: Path, reverse: bool) -> int:
             f"{root}: an earlier run ({journal.action}) has not ended: its files are partly those before, partly those "
             "after the change; a run without --check rolls back first"
         )
-    series = read_series(series_folder())
+    series = whole_series()
     _, after = compute(root, series, reverse)
-    say(f"{len(series)} patches would be {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
+    say(f"{len(series) - 1} patches would be {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
     return 0
 
 
@@ -179,7 +181,7 @@ def change(root: Path, reverse: bool) -> int:
             recovered = tree.recover()
             if recovered:
                 say(recovered)
-            series = read_series(series_folder())
+            series = whole_series()
             before, after = compute(root, series, reverse)
             tree.run("--reverse" if reverse else "apply", before, after)
         except (SeriesError, OSError) as error:
@@ -192,7 +194,7 @@ def change(root: Path, reverse: bool) -> int:
             else:
                 say(f"Nothing {'else ' if recovered else ''}was changed.", error=True)
             return 1
-    say(f"{len(series)} patches {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
+    say(f"{len(series) - 1} patches {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
     if reverse:
         with contextlib.suppress(OSError):  # the tree is as it was to be
             for path in leftovers(root, after):
@@ -217,7 +219,7 @@ def main(argv: list[str]) -> int:
         parser.error("PATH is missing")
     try:
         if options.list:
-            list_series(read_series(series_folder()))
+            list_series(whole_series())
             return 0
         root = tree_root(options.path)
         return check(root, options.reverse) if options.check else change(root, options.reverse)

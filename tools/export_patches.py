@@ -1,27 +1,24 @@
 #!/usr/bin/env python
-"""Writes the patch series from the overlay: patches/TAG/*.patch, their `series`, and the SHA-256 sums of both.
+"""Writes the patch series from the seam table: patches/TAG/*.patch, their `series`, and the SHA-256 sums of both.
 
-    python tools/export_patches.py             write
-    python tools/export_patches.py --check     compare with what is there, byte for byte; changes nothing
+    python tools/export_patches.py                    write
+    python tools/export_patches.py --check            compare with what is there, byte for byte; changes nothing
+    python tools/export_patches.py --full --out DIR   write into DIR, the first patch with all new modules: for git am
 
-The series is generated and never edited. For each patch of seam_table.PATCHES it says:
+The series is generated and never edited. A patch of seam_table.PATCHES has what its seams change in upstream's files:
 
-    new modules    every module of the package, but for the engine, becomes one in torch/_overlay/, its text unchanged
-                   but for the import prefix. It comes with the first patch whose seams reach it by imports, and with
-                   the last patch if no seam does.
     seam "wrap"    one decorator line above the upstream definition
     seam "replace", "register"    one line at the end of the upstream module
     imports        one line per upstream file and hook function
 
-Upstream text comes from the installed torch (or --torch ROOT), whose files must be those of the base.
+tools/apply_patches.py copies the modules. Upstream text comes from the installed torch (or --torch ROOT), whose files
+must be those of the base.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import fnmatch
-import re
 import sys
 import textwrap
 from collections import defaultdict
@@ -34,113 +31,23 @@ from series import (
     insertion_diff,
     installed_root,
     mail,
+    modules,
     new_file_diff,
-    ROOT,
     series_folder,
     SeriesError,
     sha256,
     SUMS,
     sums,
+    travel,
 )
 from torch_overlay.seam_table import PATCHES, SEAMS
 from torch_overlay.seams import find_definition, hook_line
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch_overlay.seams import Patch, Seam
 
-PACKAGE = ROOT / "torch_overlay"
-# What only the overlay form has: the engine and the demonstration, which compares it with stock. torch/_overlay gets an
-# __init__.py of its own.
-ENGINE = ("__init__.py", "__main__.py", "seams.py", "seam_table.py", "errors.py", "base.json", "_engine")
-ENGINE += ("_cli/demo.py", "_cli/demo_gpu.py", "_cli/terminal.py")
-PATCHED_INIT = PACKAGE / "_engine" / "patched_init.py"
-# A string that names a module of ours: "module:name", or an import statement in text that becomes code.
-REFERENCE = re.compile(r"^(torch_overlay(?:\.\w+)+):\w|\b(?:from|import)\s+(torch_overlay(?:\.\w+)+)")
 HOOKS_MODULE = "torch._overlay.hooks"
-
-
-def travel(text: str) -> str:
-    """The text of one of our modules with the import prefix of the patched form."""
-    text = re.sub(r"\btorch_overlay(?=\.\w)", "torch._overlay", text)
-    return re.sub(r"\bfrom torch_overlay import\b", "from torch._overlay import", text)
-
-
-def travelling_files() -> dict[str, str]:
-    """Path under torch_overlay/ -> text, of everything that becomes part of torch/_overlay/."""
-    found = {"__init__.py": PATCHED_INIT.read_bytes().decode()}
-    for path in sorted(PACKAGE.rglob("*")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if path.is_file() and "__pycache__" not in path.parts and not {name, name.partition("/")[0]} & {*ENGINE}:
-            found[name] = path.read_bytes().decode()
-    return found
-
-
-def module_of(name: str) -> str:
-    """Name of the module in a file under torch_overlay/."""
-    parts = ["torch_overlay", *Path(name).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def references(name: str, text: str) -> set[str]:
-    """Names of modules of ours that a module may need, those that are imported inside of functions included."""
-    found: set[str] = set()
-    tree = ast.parse(text)
-    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name == "torch_overlay":
-                    raise SeriesError(f"torch_overlay/{name}:{node.lineno}: import a module of it, not the package")
-                found.add(alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            source = node.module or ""
-            if node.level:
-                package = module_of(name).split(".")
-                package = package if name.endswith("__init__.py") else package[:-1]
-                source = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
-            found.add(source)
-            found.update(f"{source}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-            found.update(match[1] or match[2] for match in REFERENCE.finditer(node.value))
-    return found
-
-
-def reach(roots: Iterable[str], files: dict[str, str]) -> set[str]:
-    """The files that a set of modules needs: what they import, the packages around it, the data files they name, or
-    look for by a pattern."""
-    by_module = {module_of(name): name for name in files if name.endswith(".py")}
-    found: set[str] = set()
-    todo = list(roots)
-    while todo:
-        module = todo.pop()
-        todo += [module.rpartition(".")[0]] if "." in module else []
-        name = by_module.get(module)
-        if name is None or name in found:
-            continue
-        found.add(name)
-        todo += references(name, files[name])
-        data = [other for other in files if not other.endswith(".py") and Path(other).parent == Path(name).parent]
-        patterns = re.findall(r"\bglob\(\"([^\"]+)\"\)", files[name])
-        named = [other for other in data if Path(other).name in files[name]]
-        found.update(named, *(fnmatch.filter(data, f"*/{pattern}") for pattern in patterns))
-    return found
-
-
-def assign_files(files: dict[str, str]) -> dict[str, list[str]]:
-    """Slug of a patch -> the new files that it brings."""
-    left = set(files)
-    assigned: dict[str, list[str]] = {}
-    for position, patch in enumerate(PATCHES):
-        roots = [seam.impl.partition(":")[0] for seam in SEAMS if seam.patch == patch.slug]
-        if position == 0:
-            roots += ["torch_overlay.hooks", "torch_overlay.config", "torch_overlay.version"]
-        taken = left & reach(roots, files) if patch is not PATCHES[-1] else left
-        assigned[patch.slug] = sorted(taken)
-        left = left - taken
-    return assigned
 
 
 def import_position(tree: ast.Module) -> int:
@@ -237,30 +144,23 @@ def header(patch: Patch, seams: list[Seam]) -> str:
     return mail(patch.subject, "\n".join(lines))
 
 
-def export(root: Path) -> dict[str, str]:
-    """File name -> text, of the whole series."""
-    slugs = [patch.slug for patch in PATCHES]
+def export(root: Path, full: bool = False) -> dict[str, str]:
+    """File name -> text, of the whole series. In full, the first patch creates the modules."""
+    positions = {patch.slug: position for position, patch in enumerate(PATCHES)}
     upstream: dict[str, UpstreamFile] = {}
-    for seam in SEAMS:
-        if seam.patch is None:
-            continue
-        if seam.patch not in slugs:
+    for seam in sorted((s for s in SEAMS if s.patch is not None), key=lambda s: positions.get(str(s.patch), -1)):
+        if seam.patch not in positions:
             raise SeriesError(f"{seam.target}: no patch is called {seam.patch!r}")
-    for position, slug in enumerate(slugs):
-        for seam in SEAMS:
-            if seam.patch == slug:
-                name = module_file(root, seam.module).as_posix()
-                upstream.setdefault(name, UpstreamFile(root, name) if name not in upstream else upstream[name])
-                upstream[name].add(seam, position)
-    files = travelling_files()
-    assigned = assign_files(files)
+        name = module_file(root, seam.module).as_posix()
+        if name not in upstream:
+            upstream[name] = UpstreamFile(root, name)
+        upstream[name].add(seam, positions[seam.patch])
     result: dict[str, str] = {}
     for position, patch in enumerate(PATCHES):
+        news = [new_file_diff(change) for change in modules().changes] if full and not position else []
         edits = [file.diff(position) for _, file in sorted(upstream.items()) if position in file.patches()]
-        news = [new_file_diff(f"torch/_overlay/{name}", travel(files[name])) for name in assigned[patch.slug]]
-        if edits or news:
-            text = header(patch, [seam for seam in SEAMS if seam.patch == patch.slug])
-            result[f"{patch.slug}.patch"] = text + "".join(edits + news)
+        text = header(patch, [seam for seam in SEAMS if seam.patch == patch.slug])
+        result[f"{patch.slug}.patch"] = text + "".join(edits + news)
     result["series"] = "".join(f"{name}\n" for name in result)
     return {**result, SUMS: sums(result)}
 
@@ -275,11 +175,15 @@ def differences(folder: Path, wanted: dict[str, str]) -> list[str]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--full", action="store_true", help="with the new modules; needs --out")
+    parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--torch", type=Path, help="folder that contains the torch/ to read", metavar="ROOT")
     options = parser.parse_args(argv)
-    folder = series_folder()
+    if options.full and options.out is None:
+        parser.error("--full needs --out DIR: the repository keeps the series without the modules")
+    folder = options.out or series_folder()
     try:
-        wanted = export(options.torch or installed_root())
+        wanted = export(options.torch or installed_root(), options.full)
     except SeriesError as error:
         print(error, file=sys.stderr)
         return 1

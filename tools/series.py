@@ -3,6 +3,9 @@
 A series is the patches, the file `series` with their order, and `SHA256SUMS` of all of them, as `sha256sum -c` reads
 it. A series that was truncated, garbled or exported in part is refused before it is parsed. All text is UTF-8.
 
+The patches change upstream's own files only. The modules that they import are those of torch_overlay/, copied to
+torch/_overlay/ with the import prefix of that place: there is one text of them.
+
 A patch file is a header (free text, `Field: value` lines first) followed by one diff per file. Of the git dialect the
 series needs two things only: insertions and deletions in a file that exists, and new files. A hunk applies where it
 says and nowhere else, and every context line must match.
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "torch_overlay" / "base.json"
+MODULES = "torch_overlay to torch/_overlay"  # stands for a patch in messages
+# Parts of the package that only the overlay form has: the engine and the demonstration, which compares it with stock.
+ENGINE = ("__main__.py", "seams.py", "seam_table.py", "errors.py", "base.json", "_engine")
+ENGINE += ("_cli/demo.py", "_cli/demo_gpu.py", "_cli/terminal.py")
 SUMS = "SHA256SUMS"
 CONTEXT = 3
 RESTORE = "restore it from version control, or write it with tools/fingerprint.py --write"
@@ -116,6 +123,40 @@ def read_series(folder: Path) -> list[PatchFile]:
     return patches
 
 
+def travel(text: str) -> str:
+    """Return the text of one of our modules with the import prefix of the patched form."""
+    text = re.sub(r"\btorch_overlay(?=\.\w)", "torch._overlay", text)
+    return re.sub(r"\bfrom torch_overlay import\b", "from torch._overlay import", text)
+
+
+def modules() -> PatchFile:
+    """Return the modules that the series copies, as a patch of new files. The package's `__init__` is another one."""
+    package = ROOT / "torch_overlay"
+    found: dict[str, Path] = {}
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package).as_posix()
+        if path.is_file() and "__pycache__" not in path.parts and not {name, name.partition("/")[0]} & {*ENGINE}:
+            found[name] = package / "_engine" / "patched_init.py" if name == "__init__.py" else path
+    try:
+        texts = {f"torch/_overlay/{name}": travel(path.read_bytes().decode()) for name, path in found.items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SeriesError(f"{package}: a module cannot be read: {error}") from None
+    return PatchFile(MODULES, "", tuple(new_file(name, text) for name, text in texts.items()))
+
+
+def whole_series() -> list[PatchFile]:
+    """Return the modules and the patches: all that applying changes."""
+    return [modules(), *read_series(series_folder())]
+
+
+def new_file(path: str, content: str) -> FileChange:
+    """Return the change that creates a file. Raises SeriesError if its last line doesn't end."""
+    *lines, rest = content.split("\n")
+    if rest:
+        raise SeriesError(f"{path}: does not end with a line break")
+    return FileChange(path, True, (Hunk(0, 1, tuple(f"+{line}" for line in lines)),) if lines else ())
+
+
 def read_part(folder: Path, name: str) -> str:
     """The text of one file of a series, whatever the locale."""
     try:
@@ -200,16 +241,14 @@ def mail(title: str, message: str) -> str:
     return f"{head}\n{message}\n---\n\n"
 
 
-def new_file_diff(path: str, content: str) -> str:
-    """The diff that creates a file."""
-    lines = content.split("\n")
-    if lines.pop() != "":
-        raise SeriesError(f"{path}: does not end with a line break")
+def new_file_diff(change: FileChange) -> str:
+    """Return the diff that creates a file."""
+    path = change.path
     head = f"diff --git a/{path} b/{path}\nnew file mode 100644\n"
-    if not lines:
+    if not change.hunks:
         return f"{head}index 0000000..e69de29\n"  # git wants this line for an empty file
-    body = "".join(f"+{line}\n" for line in lines)
-    return f"{head}--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n{body}"
+    lines = change.hunks[0].lines
+    return f"{head}--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(f"{n}\n" for n in lines)
 
 
 def insertion_diff(path: str, content: str, inserted: Mapping[int, Sequence[str]]) -> str:

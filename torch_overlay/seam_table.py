@@ -15,8 +15,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         slug="overlay-core",
         subject="Hooks, configuration and logging of torch._overlay",
-        description="The decorators that later patches put above upstream functions, the configuration module, and "
-        "the log name. No behaviour changes.",
+        description="Dynamo traces no module of torch._overlay, and the log has its name. Later patches put the "
+        "decorators of torch._overlay.hooks above upstream's functions. No behaviour changes.",
     ),
     Patch(
         slug="aot-stream-placement",
@@ -104,12 +104,6 @@ PATCHES: tuple[Patch, ...] = (
         "and patched when it moves. No input is copied, no pool is kept, outputs are fresh, mutated inputs are "
         "allowed.",
         upstream="not sent yet; an alternative to cudagraph trees",
-    ),
-    # ---- new patches go above this one: it takes the modules that no seam reaches
-    Patch(
-        slug="overlay-tools",
-        subject="Tools of torch._overlay: the simulated GPU and what else no hook needs",
-        description="Modules that compile and check stream programs without a GPU. Nothing in torch imports them.",
     ),
 )
 

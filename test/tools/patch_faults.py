@@ -127,7 +127,7 @@ def snapshot(root: Path) -> Tree:
 
 
 def make_small(folder: Path) -> None:
-    """A tree and a series of two patches that edit, create in new folders, and create an empty file. Of the files that
+    """A tree, a series of two patches that edit, and modules: one in a new folder, and an empty one. Of the files that
     are edited, one may not be written, and one is a link."""
     files = {"torch/a.py": "".join(f"a{i} = {i}\n" for i in range(20)), "torch/sub/b.py": "# ünicode\nb = 1\n"}
     files["torch/sub/linked.py"] = files["torch/sub/b.py"]
@@ -140,11 +140,13 @@ def make_small(folder: Path) -> None:
     link = folder / "tree" / "torch" / "sub" / "linked.py"
     link.rename(link.with_name("elsewhere.py"))
     link.symlink_to("elsewhere.py")
+    for name, text in {"_engine/patched_init.py": "", "__init__.py": "0\n", "deep/c.py": "c = '…'\n"}.items():
+        path = folder / "torch_overlay" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
     patches = {
         "one.patch": "Subject: one\n---\n\n"
-        + series.insertion_diff("torch/a.py", files["torch/a.py"], {3: ["# “first”"], 18: ["# second"]})
-        + series.new_file_diff("torch/_overlay/__init__.py", "")
-        + series.new_file_diff("torch/_overlay/deep/c.py", "c = '…'\n"),
+        + series.insertion_diff("torch/a.py", files["torch/a.py"], {3: ["# “first”"], 18: ["# second"]}),
         "two.patch": "Subject: two\n---\n\n"
         + "".join(
             series.insertion_diff(f"torch/sub/{n}.py", files[f"torch/sub/{n}.py"], {0: ["x"]}) for n in ("b", "linked")
@@ -165,11 +167,11 @@ def write_series(folder: Path, patches: dict[str, str]) -> None:
 
 def make_whole(folder: Path) -> None:
     """The files of the installed torch that the series edits."""
-    read = series.read_series(series.series_folder())
+    read = series.whole_series()
     for name in {change.path for patch in read for change in patch.changes if not change.is_new}:
         (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(series.installed_root() / name, folder / "tree" / name)
-    apply_patches.read_series = lambda _: read
+    apply_patches.whole_series = lambda: read
 
 
 class Faults:

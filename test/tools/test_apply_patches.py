@@ -19,6 +19,7 @@ from unittest import mock
 import patch_faults
 
 import apply_patches
+import export_patches
 import form
 import run_patched
 import series
@@ -61,7 +62,7 @@ class TestApplyPatches(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
-        self.series = series.read_series(series.series_folder())
+        self.series = series.whole_series()
         changes = [change for patch in self.series for change in patch.changes]
         self.edited = sorted({change.path for change in changes if not change.is_new})
         self.new = sorted({change.path for change in changes if change.is_new})
@@ -115,10 +116,12 @@ class TestApplyPatches(unittest.TestCase):
         self.succeeds(self.root)
         ours = snapshot(self.root)
         self.succeeds("--reverse", self.root)
-        for patch in self.series:
+        full = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(export_patches.main(["--full", "--out", str(full)]), 0)
+        for name in (full / "series").read_text().split():
             command = ["git", "apply", "--unsafe-paths", "--whitespace=nowarn", "--directory", str(self.root)]
-            file = series.series_folder() / patch.name
-            subprocess.run([*command, str(file)], check=True, cwd=self.root, capture_output=True)
+            subprocess.run([*command, str(full / name)], check=True, cwd=self.root, capture_output=True)
         theirs = snapshot(self.root)
         self.assertEqual({name: text for name, (text, _) in ours.items()}, {n: text for n, (text, _) in theirs.items()})
 
@@ -687,7 +690,7 @@ class TestUnifiedDiff(unittest.TestCase):
 
     def test_new_files(self) -> None:
         for text in ("", "one\n", "one\n\n-two\n@@ three\n"):
-            diff = series.new_file_diff("torch/b.py", text)
+            diff = series.new_file_diff(series.new_file("torch/b.py", text))
             (change,) = series.parse_patch("p", "Subject: x\n\n" + diff).changes
             with self.subTest(text):
                 self.assertEqual(series.apply_change(change, None), text)
@@ -697,7 +700,7 @@ class TestUnifiedDiff(unittest.TestCase):
 
     def test_a_file_without_a_last_line_break_is_refused(self) -> None:
         with self.assertRaises(series.SeriesError):
-            series.new_file_diff("torch/b.py", "text")
+            series.new_file("torch/b.py", "text")
 
     def test_a_truncated_or_foreign_patch_is_refused(self) -> None:
         whole = self.diff({15: ["new"]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import subprocess
 import sys
@@ -14,8 +16,9 @@ import form
 
 
 if not form.PATCHED:
+    import export_patches
     import export_upstream
-    from series import base, installed_root, read_series, series_folder
+    from series import base, installed_root, read_series
 
 
 class Checkout:
@@ -69,9 +72,12 @@ class TestCheckout(TestCase):
             self.checkout.git("reset", "-q", "--hard", "base")
 
     def test_series(self) -> None:
-        patches = read_series(series_folder())
+        full = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(export_patches.main(["--full", "--out", str(full)]), 0)
+        patches = read_series(full)
         for patch in patches:
-            title, message = self.checkout.apply(series_folder() / patch.name)
+            title, message = self.checkout.apply(full / patch.name)
             self.assertIn(f"Subject: [PATCH] {title}\n", patch.header)
             self.assertIn(f"\n{message}\n---\n", patch.header)
             self.assertIn("Description: ", message)

@@ -45,6 +45,16 @@ class TestExport(unittest.TestCase):
     def test_the_series_in_the_repository_is_up_to_date(self) -> None:
         self.assertEqual(export_patches.differences(series.series_folder(), self.exported), [])
 
+    def test_in_full_the_first_patch_has_the_modules(self) -> None:
+        full = export_patches.export(installed_root(), full=True)
+        self.assertEqual(full.keys(), self.exported.keys())
+        changed = [name for name in full if full[name] != self.exported[name]]
+        self.assertEqual(changed, [self.patches[0].name, series.SUMS])
+        first = series.parse_patch("first", full[self.patches[0].name])
+        self.assertEqual([c for c in first.changes if c.is_new], [*series.modules().changes])
+        with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
+            export_patches.main(["--full"])  # would be written over the series of the repository
+
     @form.slow
     def test_exporting_twice_gives_the_same_bytes(self) -> None:
         self.assertEqual(self.exported, export_patches.export(installed_root()))
@@ -52,18 +62,6 @@ class TestExport(unittest.TestCase):
     def test_the_series_has_the_order_of_the_table(self) -> None:
         slugs = [f"{patch.slug}.patch" for patch in PATCHES]
         self.assertEqual([patch.name for patch in self.patches], [slug for slug in slugs if slug in self.exported])
-
-    def test_the_last_patch_takes_what_no_seam_reaches(self) -> None:
-        self.assertEqual(PATCHES[-1].slug, "overlay-tools")
-        self.assertEqual([seam.target for seam in SEAMS if seam.patch == "overlay-tools"], [])
-
-    @form.slow
-    def test_data_files_come_with_the_module_that_looks_for_them(self) -> None:
-        files = export_patches.travelling_files()
-        (taken,) = [t for t in export_patches.assign_files(files).values() if "csrc/__init__.py" in t]
-        sources = {name for name in files if name.startswith("csrc/")}
-        self.assertGreater(len(sources), 10)
-        self.assertEqual(sources - {*taken}, set())
 
     def test_every_wrap_seam_is_one_decorator_line_below_descriptors(self) -> None:
         patched = self.patched()
@@ -74,7 +72,7 @@ class TestExport(unittest.TestCase):
             with self.subTest(seam.target):
                 tree = trees[module_file(installed_root(), seam.module).as_posix()]
                 decorators = [ast.unparse(d) for d in find_definition(tree, seam.qualname).decorator_list]
-                hook = f"wrapped_by('{export_patches.travel(seam.impl)}')"
+                hook = f"wrapped_by('{series.travel(seam.impl)}')"
                 self.assertEqual(decorators.count(hook), 1)
                 above = decorators[: decorators.index(hook)]
                 self.assertTrue(all(re.search(r"method$|property$|setter$", name) for name in above), above)
@@ -87,7 +85,7 @@ class TestExport(unittest.TestCase):
             with self.subTest(seam.target):
                 tree = ast.parse(patched[module_file(installed_root(), seam.module).as_posix()])
                 last = [ast.unparse(node) for node in tree.body[-10:]]
-                impl = export_patches.travel(seam.impl)
+                impl = series.travel(seam.impl)
                 line = f"{seam.qualname} = replaced_by('{impl}')({seam.qualname})"
                 self.assertIn(line if seam.kind == "replace" else f"registered_by('{impl}', __name__)", last)
 
@@ -114,39 +112,27 @@ class TestExport(unittest.TestCase):
                         imports = len(re.findall(rf"^from torch\._overlay\.hooks import {function}$", text, re.M))
                         self.assertEqual(imports, int(f"{function}(" in text))
 
-    def test_our_modules_travel_unchanged_but_for_the_import_prefix(self) -> None:
-        patched = self.patched()
+    def test_modules_are_copied_unchanged_but_for_the_import_prefix(self) -> None:
         package = form.ROOT / "torch_overlay"
-        for name in export_patches.travelling_files():
-            if name == "__init__.py":
-                continue
+        copied = {change.path.removeprefix("torch/_overlay/"): change for change in series.modules().changes}
+        here = {p.relative_to(package).as_posix() for p in package.rglob("*") if "__pycache__" not in p.parts}
+        parts = {name for name in here if name.partition("/")[0] == "_engine"} | {*series.ENGINE}
+        self.assertEqual(copied.keys(), {name for name in here if (package / name).is_file()} - parts)
+        for name, change in copied.items():
+            source = package / ("_engine/patched_init.py" if name == "__init__.py" else name)
             with self.subTest(name):
-                text = patched[f"torch/_overlay/{name}"]
-                back = re.sub(r"\btorch\._overlay\b", "torch_overlay", text)
-                self.assertEqual(back, (package / name).read_text())
+                back = re.sub(r"\btorch\._overlay\b", "torch_overlay", series.file_of(change))
+                self.assertEqual(back, source.read_text().replace("torch._overlay", "torch_overlay"))
 
-    def test_no_travelling_module_needs_the_engine(self) -> None:
-        engine = {export_patches.module_of(name) for name in export_patches.ENGINE if name != "__init__.py"}
-        files = export_patches.travelling_files()
-        for name, text in files.items():
-            if name.endswith(".py"):
-                with self.subTest(name):
-                    self.assertEqual(export_patches.references(name, text) & engine, set())
-
-    @form.slow
-    def test_a_patch_brings_what_it_needs(self) -> None:
-        files = export_patches.travelling_files()
-        by_module = {export_patches.module_of(name): name for name in files if name.endswith(".py")}
-        there: set[str] = set()
-        for patch in PATCHES:
-            there.update(export_patches.assign_files(files)[patch.slug])
-            for seam in SEAMS:
-                if seam.patch == patch.slug:
-                    needed = export_patches.reach([seam.impl.partition(":")[0]], files)
-                    with self.subTest(patch=patch.slug, seam=seam.target):
-                        self.assertIn(by_module[seam.impl.partition(":")[0]], there)
-                        self.assertLessEqual(needed, there)
-        self.assertEqual(there, set(files))
+    def test_no_copied_module_needs_the_package_or_its_engine(self) -> None:
+        engine = "|".join(
+            name.removesuffix(".py").replace("/", r"\.") for name in series.ENGINE if name.endswith(".py")
+        )
+        needs = re.compile(rf"(?m)^\s*import torch_overlay$|torch\._overlay\.(_engine|{engine})\b")
+        for change in series.modules().changes:
+            with self.subTest(change.path):
+                if change.path != "torch/_overlay/cudagraphs.py":  # it asks whether the engine is there
+                    self.assertNotRegex(series.file_of(change), needs)
 
     def test_headers_say_why_which_seam_its_status_and_what_ends_it(self) -> None:
         for patch in self.patches:
@@ -273,10 +259,6 @@ LIMIT = 3
         text = self.edit(("register", ""), source="from .a import b\n\nx = 1\n")
         self.assertTrue(text.startswith("from torch._overlay.hooks import registered_by\nfrom .a"))
 
-    def test_bare_imports_of_the_package_cannot_travel(self) -> None:
-        with self.assertRaisesRegex(series.SeriesError, "x.py:1"):
-            export_patches.references("x.py", "import torch_overlay\n")
-
     def test_what_travels(self) -> None:
         for ours, theirs in (
             ("from torch_overlay.hooks import x", "from torch._overlay.hooks import x"),
@@ -285,18 +267,7 @@ LIMIT = 3
             ('counters["torch_overlay"]', 'counters["torch_overlay"]'),
             ("ends with torch_overlay.", "ends with torch_overlay."),
         ):
-            self.assertEqual(export_patches.travel(ours), theirs)
-
-    def test_references_are_seen_in_functions_relative_and_in_strings(self) -> None:
-        text = (
-            "def f():\n    from ..config import a\nfrom . import near\n"
-            "import torch_overlay.version\nR = 'torch_overlay._dynamo.objects:leave'\n"
-            "CODE = 'from torch_overlay._inductor.runtime import x'\n"
-        )
-        found = export_patches.references("_inductor/x.py", "'''from torch_overlay.doc import x.'''\n" + text)
-        for module in ("config", "_inductor.near", "version", "_dynamo.objects", "_inductor.runtime"):
-            self.assertIn(f"torch_overlay.{module}", found)
-        self.assertNotIn("torch_overlay.doc", found)
+            self.assertEqual(series.travel(ours), theirs)
 
     def test_patch_records_have_a_default_status(self) -> None:
         self.assertEqual(Patch("a", "b", "c").upstream, "not sent yet")
