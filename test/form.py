@@ -9,9 +9,6 @@ of ours, and then writes imports as for the overlay form:
 
 In the patched form every `torch_overlay` module is an alias of the `torch._overlay` module, the very same object.
 Tests of what only the overlay form has (its engine, its command line) carry `@form.overlay_only`.
-
-What compiles programs to compare their text (`tools/generated_text.py`) also runs on the whole landing stack
-(`tools/run_stack.py`): there, modules of the overlay are aliases of the stack's (`stack_form.py`).
 """
 
 from __future__ import annotations
@@ -90,10 +87,6 @@ def run_python(code: str, *options: str, env: dict[str, str] | None = None) -> s
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT / "test")
 
 
-if importlib.util.find_spec("landing_stack") is not None:
-    import stack_form
-
-    stack_form.install()
 if PATCHED:
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, AliasFinder())

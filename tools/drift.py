@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reports what another PyTorch has changed under the overlay: each seam, each patch, each pull request.
+"""Reports what another PyTorch has changed under the overlay: each seam, each patch, each fix for upstream.
 
     python tools/drift.py PATH               a checkout, or a folder of packages with torch/ in it
     python tools/drift.py --torch 2.14.1     a release, whose wheel is downloaded and read, not installed
@@ -29,8 +29,7 @@ from typing import Protocol, TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import export_upstream  # noqa: E402
-from series import base, installed_root, read_series, series_folder, SeriesError  # noqa: E402
+from series import base, installed_root, read_fixes, read_series, series_folder, SeriesError  # noqa: E402
 
 
 if TYPE_CHECKING:
@@ -298,12 +297,12 @@ def _find(lines: Sequence[str], hunk: Hunk, shift: int) -> int | None:
 class Report:
     seams: Sequence[SeamReport]
     queue: Sequence[PatchReport]  # the patches of the series
-    stack: Sequence[PatchReport]  # the pull requests
+    fixes: Sequence[PatchReport]
 
     @property
     def needs_work(self) -> bool:
         return any(seam.state != UNCHANGED for seam in self.seams) or any(
-            patch.verdict == NEEDS_WORK for patch in (*self.queue, *self.stack)
+            patch.verdict == NEEDS_WORK for patch in (*self.queue, *self.fixes)
         )
 
     def text(self, name: str, with_diffs: bool) -> str:
@@ -316,7 +315,7 @@ class Report:
                 lines += [f"            {line}" for line in found.diff.splitlines()] if with_diffs else []
         parts = (
             ("patches of the series, one after the other", self.queue),
-            ("pull requests, each with what it needs", self.stack),
+            ("fixes for upstream, each on those that it needs", self.fixes),
         )
         for title, patches in parts:
             lines += ["", f"{title}:"]
@@ -332,18 +331,13 @@ def compare(new: Tree) -> Report:
     seams = Seams(Folder(installed_root()), new)
     texts: dict[str, str | None] = {}
     queue = [check_patch(patch.name, patch.changes, texts, new) for patch in read_series(series_folder())]
-    stack = []
-    every = export_upstream.declared()
-    for request in every:
+    fixes, known = [], read_fixes()
+    for name, fix in known.items():
         texts = {}
-        for other in export_upstream.needed(request, every):
-            check_patch(other.name, other.edits_of, texts, new)
-            texts |= other.files
-        stack.append(check_patch(request.name, request.edits_of, texts, new))
-        for path in request.files:
-            if new.read(path) is not None:
-                _worsen(stack[-1], NEEDS_WORK, f"{path} is there already")
-    return Report([seams.report(seam) for seam in SEAMS], queue, stack)
+        for other in fix.needs:
+            check_patch(other, known[other].changes, texts, new)
+        fixes.append(check_patch(name, fix.changes, texts, new))
+    return Report([seams.report(seam) for seam in SEAMS], queue, fixes)
 
 
 def main(argv: list[str]) -> int:

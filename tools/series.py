@@ -17,7 +17,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,6 +142,59 @@ def modules() -> PatchFile:
     except (OSError, UnicodeDecodeError) as error:
         raise SeriesError(f"{package}: a module cannot be read: {error}") from None
     return PatchFile(MODULES, "", tuple(new_file(name, text) for name, text in texts.items()))
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A fix of a bug of PyTorch's, as it could be sent upstream: edits of its files and a test."""
+
+    path: Path
+    needs: tuple[str, ...]  # names of the fixes that it is made on top of
+    changes: tuple[FileChange, ...]
+
+    @property
+    def tests(self) -> dict[str, str]:
+        """Path -> text, of its new tests."""
+        return {c.path: file_of(c) for c in self.changes if c.is_new and c.path.startswith("test/")}
+
+
+def read_fixes() -> dict[str, Fix]:
+    """Return the fixes of patches/TAG/upstream, each after those that it needs. They are edited by hand."""
+    folder = series_folder() / "upstream"
+    found: dict[str, Fix] = {}
+    for line in read_part(folder, "series").splitlines():
+        name, *needs = line.partition("#")[0].split() or [""]
+        if name:
+            if missing := [other for other in needs if other not in found]:
+                raise SeriesError(f"{folder / 'series'}: {name} needs {', '.join(missing)}, which is not above it")
+            changes = parse_patch(name, read_part(folder, name), ("torch/", "test/")).changes
+            found[name.removesuffix(".patch")] = Fix(folder / name, tuple(needs), changes)
+    return found
+
+
+def fixed(fixes: Sequence[Fix], root: Path) -> dict[str, str]:
+    """Return path -> text, of the files of a tree that the fixes change, each applied after those before it."""
+    texts: dict[str, str | None] = {}
+    for change in (change for fix in fixes for change in fix.changes):
+        if change.path not in texts:
+            texts[change.path] = None if change.is_new else (root / change.path).read_text()
+        texts[change.path] = apply_change(moved(change, texts[change.path]), texts[change.path])
+    return {path: text for path, text in texts.items() if text is not None}
+
+
+def moved(change: FileChange, text: str | None) -> FileChange:
+    """Return the change with each hunk at the nearest place with its lines, as git does: fixes may be applied in any
+    order. A hunk whose lines are nowhere stays.
+    """
+    lines = (text or "").split("\n")
+    hunks, shift = [], 0
+    for hunk in change.hunks if not change.is_new else ():
+        old, expected = hunk.side("-"), hunk.old_start - 1 + shift
+        places = (i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old)
+        place = min(places, key=lambda i: abs(i - expected), default=hunk.old_start - 1)
+        shift = place - (hunk.old_start - 1)
+        hunks.append(replace(hunk, old_start=place + 1))
+    return change if change.is_new else replace(change, hunks=tuple(hunks))
 
 
 def whole_series() -> list[PatchFile]:

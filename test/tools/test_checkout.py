@@ -1,4 +1,4 @@
-"""A git checkout: the series and the pull requests become commits, and the series is taken away again."""
+"""A git checkout: the series and the fixes become commits, and the series is taken away again."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ import form
 
 if not form.PATCHED:
     import export_patches
-    import export_upstream
-    from series import base, installed_root, read_series
+    from series import base, installed_root, read_fixes, read_series
 
 
 class Checkout:
-    """A repository with the files of the installed tree that the series and the stack change, at upstream's paths."""
+    """A repository with the files of the installed tree that the series and the fixes change, at upstream's paths."""
 
     def __init__(self, folder: str) -> None:
         self.root = Path(folder)
         files = base()["files"]
         assert isinstance(files, dict)
-        edited = {change.path for request in export_upstream.declared() for change in request.edits_of}
+        edited = {change.path for fix in read_fixes().values() for change in fix.changes if not change.is_new}
         for path in sorted({*files, *edited, "torch/version.py", "torch/__init__.py"}):
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(installed_root() / path, self.root / path)
@@ -57,18 +56,18 @@ class TestCheckout(TestCase):
         super().setUp()
         self.checkout = Checkout(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def test_pull_requests(self) -> None:
-        for request in export_upstream.declared():
-            said = self.checkout.apply(export_upstream.folder() / f"{request.name}.patch")
-            self.assertEqual(said, (request.title, request.commit_message))
-            for path in request.tests:
-                self.assertTrue((self.checkout.root / path).is_file())
+    def test_fixes(self) -> None:
+        for fix in read_fixes().values():
+            title, message = self.checkout.apply(fix.path)
+            self.assertLessEqual(len(title), 72)
+            self.assertIn("\n".join(["---", "", "diff --git "]), fix.path.read_text())
+            self.assertTrue(message)
 
-    def test_each_pull_request_with_what_it_needs_alone(self) -> None:
-        every = export_upstream.declared()
-        for request in every:
-            for other in (*export_upstream.needed(request, every), request):
-                self.checkout.apply(export_upstream.folder() / f"{other.name}.patch")
+    def test_each_fix_with_those_that_it_needs_alone(self) -> None:
+        fixes = read_fixes()
+        for fix in fixes.values():
+            for other in (*(fixes[name] for name in fix.needs), fix):
+                self.checkout.apply(other.path)
             self.checkout.git("reset", "-q", "--hard", "base")
 
     def test_series(self) -> None:
