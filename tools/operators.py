@@ -9,6 +9,8 @@ Worker processes take one case after the other. A case that fails runs again in 
 eager itself, as the same unfriendly caller would call it, and then compiled in default mode, without streams. If one of
 them fails as well, the case counts as stock's and is skipped. Skipped are those, too, that eager can't do.
 
+With `--device simulated` the cases are compiled for a simulated GPU and given to the happens-before check.
+
 The failures come last, with operator, variant, type, mode, sample and the first line of the error; --out gets a JSON
 line for each case, and what the workers print goes to a folder beside it. The exit status is 1 if a case failed.
 """
@@ -56,12 +58,16 @@ def work(device: str, stock: bool) -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     import form  # pyrefly: ignore[missing-import]
-    from operator_programs import Case, gpu  # pyrefly: ignore[missing-import]
+    from operator_programs import Case, checked, gpu  # pyrefly: ignore[missing-import]
 
     def attempt(case: Case, **how: Any) -> tuple[str, str]:
         try:
-            gpu.check(case, device, **how)
-        except gpu.Unfit as e:
+            if device == "simulated":
+                if faults := checked.faults(case):
+                    return "FAILED", faults[0]
+            else:
+                gpu.check(case, device, **how)
+        except (checked.Unfit, gpu.Unfit) as e:
             return "skipped", first_line(e).removeprefix("Unfit: ")
         except gpu.Mismatch as e:
             return "FAILED", str(e)
@@ -99,13 +105,14 @@ class Pair:
         command = [sys.executable, __file__, "--worker", "--device", args.device]
         environment = worker_pool.environment() | {"OMP_NUM_THREADS": "1"}
         log = args.logs / f"worker-{number}.log"
+        self.simulated = args.device == "simulated"
         self.mine = worker_pool.Worker(command, environment, log, args.timeout)
         without = environment | {"TORCH_OVERLAY_DISABLE": "1"}
         self.stock = worker_pool.Worker([*command, "--stock"], without, log, args.timeout)
 
     def run(self, case: Case) -> worker_pool.Result:
         result = self.mine.run(case)
-        if result.good:
+        if result.good or self.simulated:
             return result
         key = dataclasses.replace(case, mode="default")
         with self.lock:
@@ -167,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--modes", type=names, default=[], help=f"of {', '.join(MODES)} (each variant has its own)")
     parser.add_argument("--seconds", type=float, default=440.0, help="after which no case is started")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one case")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without streams")
+    parser.add_argument("--device", choices=("cuda", "cpu", "simulated"), default="cuda", help="cpu: no streams")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stock", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
