@@ -2,7 +2,8 @@
 
 The caller is unfriendly: memory holds NaN before, inputs are written late in every other call and the side stream is
 busy in the others, results are read at once by the current stream and, without a wait, by the side stream if that has
-made them, and are kept until the last call is over. With `compiled=False` eager itself is held to the same, and with
+made them, and are kept until the last call is over. The last call's inputs and tangents are misaligned, of the variant
+`misaligned` those of more. With `compiled=False` eager itself is held to the same, and with
 `streams=False` the compiled program without its streams. On a CPU there are no streams.
 """
 
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 CALLS = 5
-ALIGNED = 3  # calls of the variant `misaligned` before its inputs are
 LATE = 400_000  # clock cycles
 # Their results have no defined elements.
 UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+
+SIDE, CURRENT, GRADIENT, INPUT = "result", "result on the current stream", "gradient", "input"
 
 
 class Mismatch(AssertionError):
@@ -105,24 +108,28 @@ class Device:
                 torch.cuda.empty_cache()
 
 
-def _call(case: Case, program: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """What the side stream has made, what it has not, and the gradients."""
+def is_misaligned(case: Case, number: int) -> bool:
+    return number >= (2 if case.variant == "misaligned" else CALLS - 1)
+
+
+def _call(case: Case, program: Callable[..., Any], given: Any, number: int) -> dict[str, list[Any]]:
+    args, kwargs = given
     if not VARIANTS[case.variant].trains:
         on_side, on_current = program(args, kwargs)
-        return _values(on_side), _values(on_current), []
+        return {SIDE: _values(on_side), CURRENT: _values(on_current)}
     results = _values(program(args, kwargs))
     roots = [t for t in _tensors(results) if t.requires_grad]
     leaves = [t for t in _tensors((args, kwargs)) if t.requires_grad]
     if not roots or not leaves:
         raise Unfit("nothing to differentiate")
-    tangents = [_tangent(t) for t in roots]
+    tangents = [_tangent(t, is_misaligned(case, number)) for t in roots]
     found = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
-    return [], results, [g for g in found if g is not None]
+    return {CURRENT: results, GRADIENT: [g for g in found if g is not None]}
 
 
-def _tangent(root: torch.Tensor) -> torch.Tensor:
-    values = torch.arange(root.numel(), device=root.device).remainder(7).add(1).div(4).to(root.dtype)
-    return values.reshape(root.shape)
+def _tangent(root: torch.Tensor, misaligned: bool) -> torch.Tensor:
+    values = torch.arange(root.numel() + misaligned, device=root.device).remainder(7).add(1).div(4).to(root.dtype)
+    return values[int(misaligned) :].view(root.shape)
 
 
 class Expected:
@@ -148,7 +155,7 @@ class Expected:
         return [(t.shape, t.dtype, t.stride()) if isinstance(t, torch.Tensor) else None for t in flat]
 
     def twins(self, number: int) -> Any:
-        misaligned = self.case.variant == "misaligned" and number >= ALIGNED
+        misaligned = is_misaligned(self.case, number)
         return pytree.tree_map_only(
             torch.Tensor,
             lambda t: _twin(t, misaligned) if t.device.type == self.device.kind else t,
@@ -162,13 +169,12 @@ class Expected:
                     target.copy_(source)
 
     def run(self, number: int) -> dict[str, list[Any]]:
-        args, kwargs = self.twins(number)
-        self.write(number, (args, kwargs))
+        given = self.twins(number)
+        self.write(number, given)
         torch.manual_seed(number)
-        on_side, on_current, gradients = _call(self.case, self.program, args, kwargs)
+        found = _call(self.case, self.program, given, number)
         self.device.synchronize()
-        found = {"result": on_side, "result on the current stream": on_current, "gradient": gradients}
-        return {what: _on_host(v) for what, v in (found | {"input": _values((args, kwargs))}).items()}
+        return {what: _on_host(v) for what, v in (found | {INPUT: _values(given)}).items()}
 
     def compare(self, number: int, what: str, got: Sequence[Any]) -> None:
         want = self.values[number][what.partition(",")[0]]
@@ -179,7 +185,8 @@ class Expected:
                 again = self.run(number)[what.partition(",")[0]]
                 if difference(again[index], b, False):
                     raise Unfit("eager differs from itself")
-                raise Mismatch(f"call {number}, {what} {index}: {text}")
+                how = ", misaligned" if is_misaligned(self.case, number) else ""
+                raise Mismatch(f"call {number}{how}, {what} {index}: {text}")
 
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -250,24 +257,24 @@ def _run(case: Case, device: Device, expected: Expected, program: Any, reads: bo
     given = [expected.twins(number) for number in range(CALLS)]
     kept: list[dict[str, list[Any]]] = []
     device.synchronize()
-    for number, (args, kwargs) in enumerate(given):
+    for number, inputs in enumerate(given):
         device.late(device.side if number % 2 else current)
-        expected.write(number, (args, kwargs))
+        expected.write(number, inputs)
         torch.manual_seed(number)
-        on_side, on_current, gradients = _call(case, program, args, kwargs)
-        seen = {"result": on_side, "result on the current stream": on_current, "gradient": gradients}
-        if reads:
+        found = _call(case, program, inputs, number)
+        seen = dict(found)
+        if reads and SIDE in found:
             with device.on(device.side):
-                seen["result, read by the side stream"] = [_plain(v) for v in on_side]
-        for what in ("result", "result on the current stream", "gradient"):
-            seen[f"{what}, read at once"] = [_plain(v) for v in seen[what]]
+                seen[f"{SIDE}, read by the side stream"] = [_plain(v) for v in found[SIDE]]
+        for what in found:
+            seen[f"{what}, read at once"] = [_plain(v) for v in found[what]]
         kept.append(seen)
     device.synchronize()
     for number, seen in enumerate(kept):
         # At once first: what is wrong there is wrong in what was kept, too.
         for what in sorted(seen, key=lambda w: ("," not in w, w)):
             expected.compare(number, what, _on_host(seen[what]))
-        expected.compare(number, "input", _on_host(_values(given[number])))
+        expected.compare(number, INPUT, _on_host(_values(given[number])))
 
 
 __all__ = ["check", "difference", "Mismatch", "Unfit"]
