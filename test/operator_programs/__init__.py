@@ -181,13 +181,22 @@ def _has_arithmetic(tensor: torch.Tensor) -> bool:
 
 def made(value: Any) -> Any:
     """The same, in memory of the current stream: numbers that no pass may take for the input itself."""
+    if isinstance(value, list) and value and all(_has_fractions(v) for v in value):
+        return torch._foreach_div(torch._foreach_mul(value, 4), 4)  # made as a list
     if isinstance(value, (tuple, list)):
         return type(value)([made(v) for v in value])
     if isinstance(value, torch.Tensor) and _has_arithmetic(value):
         if value.dtype is torch.bool:
             return value.logical_not().logical_not()
-        return (value * 4) / 4 if value.is_floating_point() or value.is_complex() else (value + 1) - 1
+        return (value * 4) / 4 if _has_fractions(value) else (value + 1) - 1
     return value
+
+
+def _has_fractions(value: Any) -> bool:
+    """Does a division keep its type?"""
+    return (
+        isinstance(value, torch.Tensor) and _has_arithmetic(value) and (value.is_floating_point() or value.is_complex())
+    )
 
 
 def conjugated(value: Any) -> Any:

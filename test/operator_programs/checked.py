@@ -48,9 +48,16 @@ def report(case: Case) -> Report:
     with simulated_gpu(), config.patch(fold_branches_below_us=threshold), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args, kwargs = pytree.tree_map(_on_simulated, given)
-        mode = None if case.mode == DEFAULT else "reduce-overhead"
-        program = build(case, torch.cuda.Stream())
-        return check(program, args, kwargs, mode=mode, backward=VARIANTS[case.variant].trains)
+        how: dict[str, Any] = {"backward": VARIANTS[case.variant].trains}
+        how["mode"] = None if case.mode == DEFAULT else "reduce-overhead"
+        try:
+            return check(build(case, torch.cuda.Stream()), args, kwargs, **how)
+        except Exception:
+            try:
+                check(build(case, None), args, kwargs, **how)
+            except Exception as e:
+                raise Unfit(f"without streams, too: {type(e).__name__}: {e}") from None
+            raise
 
 
 def faults(case: Case) -> list[str]:
