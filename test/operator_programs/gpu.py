@@ -2,7 +2,7 @@
 
 The caller is unfriendly: memory holds NaN before, inputs are written late in every other call and the side stream is
 busy in the others, results are read at once by the current stream and, without a wait, by the side stream if that has
-made them, and are kept until the last call is over. The last call's inputs and tangents are misaligned, of the variant
+made them, and are kept until the last call is over; what is free on the side stream is overwritten there. The last call's inputs and tangents are misaligned, of the variant
 `misaligned` those of more. With `compiled=False` eager itself is held to the same, and with
 `streams=False` the compiled program without its streams. On a CPU there are no streams.
 """
@@ -265,6 +265,8 @@ def _run(case: Case, device: Device, expected: Expected, program: Any, reads: bo
         seen = dict(found)
         if reads and SIDE in found:
             with device.on(device.side):
+                for value in _tensors(list(found.values())):  # whatever is free there is the side stream's
+                    _fill(torch.empty(value.shape, dtype=value.dtype, device=device.kind))
                 seen[f"{SIDE}, read by the side stream"] = [_plain(v) for v in found[SIDE]]
         for what in found:
             seen[f"{what}, read at once"] = [_plain(v) for v in found[what]]
