@@ -172,7 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=names, default=[], help="patterns of operator names; by commas")
     parser.add_argument("--variants", type=names, default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--modes", type=names, default=[], help=f"of {', '.join(MODES)} (each variant has its own)")
-    parser.add_argument("--seconds", type=float, default=440.0, help="after which no case is started")
+    parser.add_argument("--seconds", type=float, default=450.0, help="after which no case is started")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one case")
     parser.add_argument("--device", choices=("cuda", "cpu", "simulated"), default="cuda", help="cpu: no streams")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

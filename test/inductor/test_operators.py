@@ -29,7 +29,7 @@ ONCE_WRONG = [
     Case("fft.ihfft", "backward", "float32", GRAPHS),
 ]
 CHUNKS = 40  # tests
-PART = 8  # of the cases, which are in random order
+PART = 6  # of the cases, which are in random order
 
 
 class TestOperators(TestCase):

@@ -2,9 +2,11 @@
 
 The caller is unfriendly: memory holds NaN before, inputs are written late in every other call and the side stream is
 busy in the others, results are read at once by the current stream and, without a wait, by the side stream if that has
-made them, and are kept until the last call is over; what is free on the side stream is overwritten there. The last call's inputs and tangents are misaligned, of the variant
-`misaligned` those of more. With `compiled=False` eager itself is held to the same, and with
-`streams=False` the compiled program without its streams. On a CPU there are no streams.
+made them, and are kept until the last call is over; what is free on the side stream is overwritten there. The last
+call's inputs and tangents are misaligned, of the variant `misaligned` those of more.
+
+With `compiled=False` eager itself is held to the same, and with `streams=False` the compiled program without its
+streams. On a CPU there are no streams.
 """
 
 from __future__ import annotations
