@@ -61,12 +61,14 @@ def report(case: Case) -> Report:
 
 
 def faults(case: Case) -> list[str]:
-    """What the check finds wrong, an event that orders nothing aside."""
+    """The races and the lost promises. An operator that pads may read what it doesn't use, and one that allocates may
+    return it, so memory that nobody has written is no fault here.
+    """
     found = report(case)
     if found.notes and not found.context.promises:
         raise Unfit(found.notes[0])
     trains = VARIANTS[case.variant].trains
-    return [f"{kind}: {text}" for kind, text in findings(found, trains=trains, breaks=True) if kind != "redundant"]
+    return [f"{kind}: {text}" for kind, text in findings(found, trains=trains, breaks=True) if kind in ("race", "lost")]
 
 
 __all__ = ["faults", "report", "Unfit"]
