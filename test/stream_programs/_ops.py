@@ -46,6 +46,16 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("overlay_test::both", mutates_args=())
+def both(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    return [x + x, y + y]
+
+
+@both.register_fake
+def _(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_like(x), torch.empty_like(y)]
+
+
 @torch.library.custom_op("overlay_test::add_to", mutates_args={"target"})
 def add_to(target: torch.Tensor, x: torch.Tensor) -> None:
     target.add_(x)

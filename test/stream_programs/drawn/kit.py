@@ -10,6 +10,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 
 from stream_programs import _ops  # noqa: F401  (registers the operators)
 from stream_programs._program import Inputs, Instance, Kit, Program, tensors, whole_numbers
@@ -26,25 +27,37 @@ if TYPE_CHECKING:
 
     from stream_programs.drawn.writer import Written
 
+    Maker = Callable[[str, torch.Generator], Any]
     Loads = tuple[torch.cuda.Stream, Sequence[int]] | None
 
 matrix = whole_numbers(*FULL)
 
 
-def sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
+def complex_matrix(device: str, generator: torch.Generator) -> torch.Tensor:
+    return torch.complex(matrix(device, generator), matrix(device, generator))
+
+
+def sometimes_misaligned(make: Maker, elements: int) -> Maker:
     """A matrix that is aligned at the first call, and at every third one lies where no vector load may read it.
 
     It is no view of another tensor: where a graph gets two views of one and updates them, stock AOTAutograd takes them
     from their base at the offsets of the first call, without a guard (`aot_eager` returns wrong numbers).
     """
-    offset = 1 if generator.initial_seed() % 3 == 2 else 0
-    return whole_numbers(SIZE * SIZE + 4)(device, generator)[offset : offset + SIZE * SIZE].view(FULL).detach()
+
+    def made(device: str, generator: torch.Generator) -> torch.Tensor:
+        offset = elements if generator.initial_seed() % 3 == 2 else 0
+        values = make(device, generator)
+        memory = torch.empty(values.numel() + offset, dtype=values.dtype, device=values.device)
+        return memory[offset:].view(values.shape).detach().copy_(values)
+
+    return made
 
 
-ARGUMENTS: dict[str, Callable[[str, torch.Generator], Any]] = {
+ARGUMENTS: dict[str, Maker] = {
     "x": matrix,
     "y": matrix,
     "state": matrix,
+    "z": complex_matrix,
     "pinned": whole_numbers(*FULL, pinned=True),
     "out": whole_numbers(*FULL, pinned=True),
     "ready": lambda device, generator: torch.cuda.Event(),
@@ -62,7 +75,7 @@ def weight(k: Kit, trained: bool = False) -> torch.Tensor:
 def _loaded(source: torch.Tensor) -> torch.Tensor:
     """A copy in memory of the current stream, aligned as the source is."""
     offset = source.storage_offset()
-    memory = torch.empty(offset + source.numel(), device=source.device)
+    memory = torch.empty(offset + source.numel(), dtype=source.dtype, device=source.device)
     return memory[offset:].view(source.shape).detach().copy_(source)
 
 
@@ -104,7 +117,7 @@ def trains(
         if argument is not None:
             given[argument] = given[argument].detach().requires_grad_()
             leaves.append(given[argument])
-        outputs = compiled(*given)
+        outputs = pytree.tree_leaves(compiled(*given))
         roots = [t for t in outputs if t.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         # AOTAutograd gives zeros where eager gives none: after what a graph break handed on and nobody used.
@@ -132,12 +145,13 @@ def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
     return finish(instance, inputs, outputs)
 
 
-double, add_to = torch.ops.overlay_test.double, torch.ops.overlay_test.add_to
+double, both, add_to = (getattr(torch.ops.overlay_test, name) for name in ("double", "both", "add_to"))
 
 SCOPE = {
     "torch": torch,
     "F": F,
     "double": double,
+    "both": both,
     "add_to": add_to,
     "scaled_into": scaled_into,
     "weight": weight,
@@ -146,8 +160,9 @@ SCOPE = {
 }
 
 
-def inputs_of(*names: str, misaligned: bool = False) -> Callable[[str, torch.Generator], Inputs]:
-    made = ARGUMENTS | (dict.fromkeys(LOADED, sometimes_misaligned) if misaligned else {})
+def inputs_of(*names: str, misaligned: int = 0) -> Callable[[str, torch.Generator], Inputs]:
+    """`misaligned`: by so many elements, in some calls."""
+    made = ARGUMENTS | ({n: sometimes_misaligned(ARGUMENTS[n], misaligned) for n in LOADED} if misaligned else {})
     return tensors(*(made[name] for name in names))
 
 

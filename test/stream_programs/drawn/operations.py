@@ -3,12 +3,15 @@
 Values are whole numbers, and stay small, so that results are exact in any order of summation. `bound` limits what an
 operator makes of operands with given bounds, `gain` by how much a gradient grows on its way back. `saves` says what
 autograd keeps for the backward: o the operands, r the result; what it keeps must not be written in place.
+
+A value is of a kind: r is real, c complex, l a list of real tensors, i the bits of a real tensor. `takes` has the kinds
+of the operands, `gives` that of the result. The shape of a list is the tuple of its tensors' shapes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 SIZE = 32
 FULL = (SIZE, SIZE)
-LOADED = ("x", "y", "state")  # arguments that the caller may fill on a side stream
+LOADED = ("x", "y", "state", "z")  # arguments that the caller may fill on a side stream
 SHAPES = {FULL: "matrix", (1, SIZE): "row", (SIZE, 1): "column", (): "number"}
 
 
@@ -52,6 +55,8 @@ class Operation:
     random: bool = False
     rows: bool = True  # laid out by rows, if its operands are
     is_complex: bool = False  # a view of complex memory
+    takes: str = "rr"
+    gives: str = "r"
 
 
 def largest(*bounds: float) -> float:
@@ -60,6 +65,20 @@ def largest(*bounds: float) -> float:
 
 def fixed(bound: float) -> Callable[..., float]:
     return lambda *bounds: bound
+
+
+def listed(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shape of a list of the operands."""
+    return shapes
+
+
+def alike(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    return shapes[0] if len(set(shapes)) == 1 else None
+
+
+def stacked(shape: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+    """The shape of each tensor of a list, if it is one."""
+    return alike(*shape)
 
 
 OPERATIONS = (
@@ -89,6 +108,24 @@ OPERATIONS = (
     Operation("double({a}.detach())", bound=lambda a: 2 * a, gradient=False),
     Operation("{a}.cumsum(0)", 1, full, lambda a: SIZE * a, SIZE),
     Operation("{a}.clone()", bound=largest),
+    Operation("{a}.permute(1, 0) * 2", 1, full, lambda a: 2 * a, 2, rows=False),
+    Operation("torch.complex({a}, {b})", 2, full, largest, gives="c"),
+    Operation("{a} + {b}", 2, takes="cc", gives="c"),
+    Operation("{a} * {b}", 2, same, lambda a, b: 2 * a * b, 128, "o", takes="cc", gives="c"),
+    Operation("{a}.conj() * 2", 1, same, lambda a: 2 * a, 2, takes="c", gives="c"),
+    Operation(
+        "({a} * {b}.conj()).real", 2, same, lambda a, b: 2 * a * b, 128, "o", rows=False, is_complex=True, takes="cc"
+    ),
+    Operation("torch.view_as_real({a} * 2).sum(-1)", 1, same, lambda a: 4 * a, 4, takes="c"),
+    Operation("{a}.real - {a}.imag", 1, same, lambda a: 2 * a, 2, takes="c"),
+    Operation("(({a} & 0x7FFFFFFF) > 0).float()", bound=fixed(1), gradient=False, takes="i"),
+    Operation("torch._foreach_add([{a}, {b}], 1)", 2, listed, lambda *bounds: max(bounds) + 1, saves="o", gives="l"),
+    Operation("torch._foreach_mul({a}, 2)", 1, alike, lambda a: 2 * a, 2, "o", takes="l", gives="l"),
+    Operation("torch._foreach_add({a}, {b})", 2, alike, saves="o", takes="ll", gives="l"),
+    Operation("torch.stack([*{a}]).sum(0)", 1, stacked, lambda a: 3 * a, takes="l"),
+    Operation(
+        "both({a}.detach(), {b}.detach())", 2, listed, lambda *bounds: 2 * max(bounds), gradient=False, gives="l"
+    ),
 )
 
 BY_TEXT = {operation.text: operation for operation in OPERATIONS}
@@ -104,6 +141,7 @@ class InPlace:
     reads: bool = True  # its own value
     chains: bool = True  # returns what it writes
     gradient: bool = False  # may {a} be one that carries a gradient?
+    takes: str = "rr"
 
 
 UPDATES = (
@@ -124,7 +162,28 @@ UPDATES = (
     InPlace("{a}[0, 0].sub_({b}[1, 1]).mul_(2)", 2, lambda a, b: 2 * (a + b), chains=False),
     InPlace("{a}[:, 2][3:9] += {b}[3:9, 0]", 2, lambda a, b: a + b, chains=False),
     InPlace("{a}[4][::2] = {b}[5][1::2]", 2, largest, chains=False),
+    InPlace("torch.maximum({a}, {b}, out={a})", 2, largest, chains=False),
+    InPlace("torch.cat([{b}[:16], {b}[16:]], out={a})", 2, largest, reads=False, chains=False),
+    InPlace("{a}.mul_(2)", 1, lambda a: 2 * a, gradient=True, takes="c"),
+    InPlace("{a}.add_({b})", 2, lambda a, b: a + b, gradient=True, takes="cc"),
+    InPlace("{a}.copy_({b})", 2, largest, reads=False, takes="cc"),
+    InPlace("{a}.real.add_({b})", 2, lambda a, b: a + b, chains=False, takes="cr"),
+    InPlace("torch.view_as_real({a}).mul_(2)", 1, lambda a: 2 * a, chains=False, takes="c"),
+    InPlace("torch.mul({b}, 2, out={a})", 2, lambda a, b: 2 * b, reads=False, chains=False, takes="cc"),
+    InPlace("torch.complex({b}, {b}, out={a})", 2, largest, reads=False, chains=False, takes="cr"),
+    InPlace("torch._foreach_sub_({a}, 1)", 1, lambda a: a + 1, chains=False, takes="l"),
+    InPlace("torch._foreach_mul_({a}, 2)", 1, lambda a: 2 * a, chains=False, takes="l"),
+    InPlace("torch._foreach_add_({a}, {b})", 2, lambda a, b: a + b, chains=False, takes="ll"),
+    InPlace("torch._foreach_copy_({a}, {b})", 2, largest, reads=False, chains=False, takes="ll"),
+    InPlace("{a}.zero_()", 1, fixed(0), reads=False, takes="i"),
 )
+
+# What brings an updated value back into its bounds.
+CLAMPS = {
+    "r": ("{a}.clamp_(-2, 2)",),
+    "c": ("{a}.real.clamp_(-2, 2)", "{a}.imag.clamp_(-2, 2)"),
+    "l": ("torch._foreach_clamp_max_({a}, 2)", "torch._foreach_clamp_min_({a}, -2)"),
+}
 
 # Who writes first, and wholly, what `empty_like` has allocated.
 FILLS = (
@@ -133,17 +192,45 @@ FILLS = (
     "torch.mul({b}, 2, out={a})",
 )
 
-# Views of a matrix: text and shape.
+
+@dataclass(frozen=True)
+class View:
+    """A view of a matrix, or of any list; where `shape` is none, of the shape that it makes of the list's."""
+
+    text: str
+    shape: tuple[Any, ...] | None
+    takes: str = "r"
+    gives: str = "r"
+    rows: bool = True  # laid out by rows, if the matrix is
+    whole: bool = False  # of a matrix that is laid out by rows, and no view
+
+
 VIEWS = (
-    ("{a}.t()", FULL),
-    ("{a}.view(16, 64)", (16, 64)),
-    ("{a}[1:]", (31, SIZE)),
-    ("{a}[:, 1:]", (SIZE, 31)),
-    ("{a}[8:24]", (16, SIZE)),
-    ("{a}[:, ::2]", (SIZE, 16)),
-    ("{a}[3:4]", (1, SIZE)),
-    ("{a}[:, 5:6]", (SIZE, 1)),
-    ("{a}.view(32, 32)", FULL),
+    View("{a}.t()", FULL, rows=False),
+    View("{a}.view(16, 64)", (16, 64)),
+    View("{a}[1:]", (31, SIZE)),
+    View("{a}[:, 1:]", (SIZE, 31)),
+    View("{a}[8:24]", (16, SIZE)),
+    View("{a}[:, ::2]", (SIZE, 16)),
+    View("{a}[3:4]", (1, SIZE)),
+    View("{a}[:, 5:6]", (SIZE, 1)),
+    View("{a}.view(32, 32)", FULL),
+    View("{a}.permute(1, 0)", FULL, rows=False),
+    View("{a}.unbind(0)[3]", (SIZE,)),
+    View("{a}.unbind(1)[4]", (SIZE,), rows=False),
+    View("{a}.split(16)", ((16, SIZE),) * 2, gives="l"),
+    View("{a}.chunk(2, 1)", ((SIZE, 16),) * 2, gives="l"),
+    View("{a}.unbind(0)[1:4]", ((SIZE,),) * 3, gives="l"),
+    View("{a}[1]", None, "l"),
+    View("{a}.view(torch.int32)", FULL, gives="i"),
+    View("{a}.view(torch.float32)", FULL, "i"),
+    View("torch.view_as_complex({a}.view(32, 16, 2))", (SIZE, 16), gives="c", whole=True),
+    View("torch.view_as_real({a})", (SIZE, SIZE, 2), "c", rows=False),
+    View("{a}.real", FULL, "c", rows=False),
+    View("{a}.imag", FULL, "c", rows=False),
+    View("{a}.conj()", FULL, "c", "c"),
+    View("{a}.mH", FULL, "c", "c", rows=False),
+    View("{a}[:, 1:]", (SIZE, 31), "c", "c"),
 )
 
 # What wide programs draw from as well. Their values are not exact, so they are compiled only.
@@ -198,6 +285,13 @@ MORE_OPERATIONS = (
     ),
     Operation("{a}.sigmoid() * {a}.tanh()", bound=largest, saves="o"),
     Operation("torch.addcmul({a}, {b}, {b})", 2, bound=largest, saves="o"),
+    Operation("torch.fft.fft({a})", 1, full, fixed(64), 32, gives="c"),
+    Operation("torch.fft.ifft({a}).real", 1, full, largest, rows=False, is_complex=True, takes="c"),
+    Operation("torch.polar({a}, {b})", 2, full, largest, 64, "or", gives="c"),
+    Operation("{a}.abs()", 1, same, lambda a: 2 * a, saves="or", takes="c"),
+    Operation("({a} @ {b}.mH).imag", 2, full, fixed(64), 128, "o", rows=False, is_complex=True, takes="cc"),
+    Operation("torch._foreach_lerp({a}, {b}, 0.5)", 2, alike, largest, saves="o", takes="ll", gives="l"),
+    Operation("torch._foreach_norm({a})", 1, lambda s: ((),) * len(s), largest, saves="or", takes="l", gives="l"),
     Operation('F.cross_entropy({a}, torch.zeros(32, dtype=torch.long, device="cuda"))', 1, always(()), largest),
 )
 
@@ -224,22 +318,31 @@ MORE_UPDATES = (
     InPlace("{a}[1][{a}[2] > 0] = 1", 1, largest, chains=False),
     InPlace("{a}[5:9].copy_({a}[6:10].clone())", 1, largest, chains=False),
     InPlace("{a}.t()[1:3][:, 4].add_(1)", 1, largest, chains=False),
+    InPlace("torch.fft.fft({b}, out={a})", 2, largest, reads=False, chains=False, takes="cr"),
+    InPlace("torch.fft.fft({b}, out={a})", 2, largest, reads=False, chains=False, takes="cc"),
+    InPlace("torch.cumsum({b}, 0, out={a})", 2, largest, reads=False, chains=False),
+    InPlace("torch.matmul({b}, {b}, out={a})", 2, largest, reads=False, chains=False),
+    InPlace("{a}.conj_physical_()", 1, largest, takes="c"),
+    InPlace("torch._foreach_lerp_({a}, {b}, 0.5)", 2, largest, chains=False, takes="ll"),
+    InPlace("torch._foreach_addcmul_({a}, {b}, {b})", 2, largest, chains=False, takes="ll"),
+    InPlace("torch._foreach_sqrt_({a})", 1, largest, chains=False, takes="l"),
 )
 
 MORE_VIEWS = (
-    ("{a}.split(16)[0]", (16, SIZE)),
-    ("{a}.chunk(2, 1)[1]", (SIZE, 16)),
-    ("{a}.narrow(0, 2, 20)", (20, SIZE)),
-    ("{a}.unbind(0)[3].view(1, 32)", (1, SIZE)),
-    ("{a}.select(1, 4).unsqueeze(1)", (SIZE, 1)),
-    ("{a}.reshape(64, 16)", (64, 16)),
-    ("{a}.permute(1, 0)", FULL),
-    ("{a}.squeeze()", FULL),
-    ("{a}.diagonal().unsqueeze(0)", (1, SIZE)),
-    ("{a}.unflatten(0, (2, 16))[1]", (16, SIZE)),
+    View("{a}.split(16)[0]", (16, SIZE)),
+    View("{a}.chunk(2, 1)[1]", (SIZE, 16)),
+    View("{a}.narrow(0, 2, 20)", (20, SIZE)),
+    View("{a}.unbind(0)[3].view(1, 32)", (1, SIZE)),
+    View("{a}.select(1, 4).unsqueeze(1)", (SIZE, 1)),
+    View("{a}.reshape(64, 16)", (64, 16)),
+    View("{a}.diagonal(1)", (31,)),
+    View("{a}.squeeze()", FULL),
+    View("{a}.diagonal().unsqueeze(0)", (1, SIZE)),
+    View("{a}.unflatten(0, (2, 16))[1]", (16, SIZE)),
 )
 
 __all__ = [
+    "CLAMPS",
     "FILLS",
     "FULL",
     "LOADED",

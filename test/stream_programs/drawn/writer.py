@@ -10,9 +10,10 @@ launched at its end, or leaves some streams for the caller to join.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from stream_programs.drawn.operations import (
+    CLAMPS,
     FILLS,
     FULL,
     InPlace,
@@ -35,23 +36,33 @@ if TYPE_CHECKING:
 
 MAX_BOUND = 64.0
 MAX_GAIN = 1024.0
-ARGUMENTS = ("x", "y", "state", "pinned", "out", "ready", "n")
+CONJUGATES = ("{a}.conj()", "{a}.mH")
+ARGUMENTS = ("x", "y", "state", "z", "pinned", "out", "ready", "n")
 
 
 @dataclass
 class Value:
     name: str
     storage: Storage
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     gradient: bool = False
     gain: float = 1.0
+    kind: str = "r"
     view: bool = False
     leaf: bool = False
     rows: bool = True  # laid out by rows: a transposed matrix is not, nor what takes its layout from one
+    conjugated: bool = False  # a view that is
 
     @property
     def host(self) -> bool:
         return self.storage.stream == HOST
+
+    @property
+    def detached(self) -> str:
+        """As text, without its gradient."""
+        if not self.gradient:
+            return self.name
+        return f"[t.detach() for t in {self.name}]" if self.kind == "l" else f"{self.name}.detach()"
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Written:
     fullgraph: bool
     host_waits: bool = False  # the host waits because it is told to
     host_blocks: bool = False  # the same, or because of a copy
-    misaligned: bool = False  # inputs are aligned at the first call only
+    misaligned: int = 0  # inputs are aligned at the first call only, and lie so many elements off in others
     loads: bool = False  # the caller fills inputs on a side stream
 
 
@@ -98,8 +109,9 @@ class Writer:
         self.loader = spec.loader if spec.loader <= spec.streams else CURRENT
         if self.loader:
             self.order.clocks[self.loader] = {self.loader: 1, CURRENT: 1}
-        for name in ("x", "y", "state"):
+        for name in LOADED:
             self.values.append(self.given(name, spec.train and name == "x"))
+        self.values[-1].kind, self.values[-1].storage.is_complex = "c", True
         self.values.append(self.given("buffer", False))
         self.values[-1].storage.persistent = True
         self.pinned = Value("pinned", Storage(HOST, 2), FULL)
@@ -202,9 +214,9 @@ class Writer:
 
     # ---- choosing
 
-    def recent(self, host: bool = False) -> list[Value]:
+    def recent(self, host: bool = False, kind: str = "r") -> list[Value]:
         """The newest first."""
-        return [v for v in reversed(self.values) if v.host == host]
+        return [v for v in reversed(self.values) if v.host == host and v.kind == kind]
 
     def choose(self, index: int, host: bool = False, full: bool = False) -> Value | None:
         found = [v for v in self.recent(host) if not full or v.shape == FULL]
@@ -231,31 +243,35 @@ class Writer:
         text, shape, bound, gradient, gain = self.apply(operation, operands, c)
         self.line(f"{name} = {text}")
         rows = operation.rows and all(o.rows for o in operands)
-        value = self.made(name, shape, bound, gradient=gradient, gain=gain, rows=rows)
-        value.storage.is_complex = operation.is_complex
+        value = self.made(name, shape, bound, gradient=gradient, gain=gain, rows=rows, kind=operation.gives)
+        value.storage.is_complex = operation.is_complex or operation.gives == "c"
         self.finish(operation, operands, value)
 
     def operands(self, operation: Operation, b: int, c: int) -> list[Value] | None:
         chosen: list[Value] = []
-        for index in (b, b + c)[: operation.arity]:
-            found = [v for v in self.recent() if operation.shape(*(o.shape for o in chosen), v.shape) is not None]
+        for index, kind in zip((b, b + c)[: operation.arity], operation.takes):
+            found = [
+                v for v in self.recent(kind=kind) if operation.shape(*(o.shape for o in chosen), v.shape) is not None
+            ]
             if len(found) > 1 and chosen:
                 found = [v for v in found if v is not chosen[0]]
             if not found:
                 return None
             chosen.append(found[index % len(found)])
         shape = operation.shape(*(o.shape for o in chosen))
+        if operation.gives != "r" and operation.bound(*(o.storage.bound for o in chosen)) > MAX_BOUND:
+            return None  # only what is real can be clamped in an expression
         return chosen if shape is not None and len(chosen) == operation.arity else None
 
     def apply(
         self, operation: Operation, operands: list[Value], c: int
-    ) -> tuple[str, tuple[int, ...], float, bool, float]:
+    ) -> tuple[str, tuple[Any, ...], float, bool, float]:
         shape = operation.shape(*(o.shape for o in operands))
         assert shape is not None
         spread = max([1.0, *(32.0 for o in operands if o.shape != shape and o.shape != FULL)])
         gain = operation.gain * spread * sum(o.gain for o in operands if o.gradient)
         detach = gain > MAX_GAIN
-        names = [f"{o.name}.detach()" if o.gradient and detach else o.name for o in operands]
+        names = [o.detached if detach else o.name for o in operands]
         weight = f"w{c % 2}"
         text = operation.text.format(**dict(zip("ab", names)), w=weight)
         self.use(*operands)
@@ -291,7 +307,9 @@ class Writer:
             self.stack.pop()
 
     def writable(self, value: Value, update: InPlace) -> bool:
-        if value.host or value.leaf or value.shape != FULL or value.storage.saved:
+        if value.host or value.leaf or value.storage.saved or (value.shape != FULL and value.kind != "l"):
+            return False
+        if value.conjugated and "view_as_real" in update.text:
             return False
         if self.spec.train:
             alone = len(value.storage.names) == 1 and not value.view
@@ -301,7 +319,7 @@ class Writer:
 
     def do_in_place(self, a: int, b: int, c: int) -> None:
         update = self.updates[a % len(self.updates)]
-        found = [v for v in self.recent() if self.writable(v, update)]
+        found = [v for v in self.recent(kind=update.takes[0]) if self.writable(v, update)]
         if "out=" in update.text or "scaled_into" in update.text:
             found = [v for v in found if v.rows and not v.view]  # Dynamo refuses what isn't contiguous
         if "add_to" in update.text:
@@ -311,7 +329,8 @@ class Writer:
         target = found[b % len(found)]
         operands: list[Value] = []
         if update.arity == 2:
-            others = [v for v in self.recent() if v.shape == FULL and v.storage is not target.storage]
+            others = [v for v in self.recent(kind=update.takes[1]) if v.shape == target.shape]
+            others = [v for v in others if v.storage is not target.storage]
             if not others:
                 return
             operands = [others[c % len(others)]]
@@ -319,11 +338,12 @@ class Writer:
         limit = 2.0 if target.storage.persistent or target.name in ARGUMENTS else MAX_BOUND
         clamp = bound > limit
         self.ensure(self.stream, [target, *operands], [target], style=a + b + c, allocates=True)
-        names = [f"{o.name}.detach()" if o.gradient and not target.gradient else o.name for o in operands]
+        names = [o.name if target.gradient else o.detached for o in operands]
         text = update.text.format(**dict(zip("ab", [target.name, *names])))
         self.line(text)
         if clamp:
-            self.line(f"{target.name}.clamp_(-2, 2)")
+            for text in CLAMPS[target.kind]:
+                self.line(text.format(a=target.name))
             if target.gradient:
                 # What clamp_ saves is its own input's mask; the value must not be written again.
                 target.storage.saved = True
@@ -358,22 +378,27 @@ class Writer:
             self.do_leave(0, 0, 0)
 
     def do_view(self, a: int, b: int, c: int) -> None:
-        base = self.choose(b, full=True)
-        if base is None:
+        view = self.views[a % len(self.views)]
+        found = [v for v in self.recent(kind=view.takes) if v.shape == FULL or view.takes == "l"]
+        if "view_as_real" in view.text:
+            found = [v for v in found if not v.conjugated]
+        if not found:
             return
-        text, shape = self.views[a % len(self.views)]
-        if text == "{a}.reshape(64, 16)" and not base.rows:
+        base, text = found[b % len(found)], view.text
+        if (view.whole and (base.view or not base.rows)) or (text == "{a}.reshape(64, 16)" and not base.rows):
             return  # it would be a copy
-        if ".view(" in text and (base.view or not base.rows):
+        if ".view(" in text and "torch" not in text and (base.view or not base.rows):
             text = text.replace(".view(", ".reshape(")
-            if shape != FULL:
+            if view.shape != FULL:
                 return
         name = self.fresh()
         self.line(f"{name} = {text.format(a=base.name)}")
         self.use(base)
         base.storage.names.add(name)
-        rows = base.rows and ".t()" not in text
-        self.values.append(Value(name, base.storage, shape, base.gradient, base.gain, view=True, rows=rows))
+        base.storage.is_complex |= view.gives == "c"
+        value = Value(name, base.storage, view.shape or base.shape[1], base.gradient, base.gain, view.gives, view=True)
+        value.rows, value.conjugated = base.rows and view.rows, base.conjugated != (text in CONJUGATES)
+        self.values.append(value)
 
     def do_wait_stream(self, a: int, b: int, c: int) -> None:
         count = self.spec.streams + 1
@@ -517,6 +542,8 @@ class Writer:
         if len(found) < 2:
             return
         value = found[b % len(found)]
+        if value.kind == "l" and len(value.storage.names) > 1:
+            return  # those of its tensors that nothing else holds would be freed
         self.line(f"del {value.name}")
         self.values.remove(value)
         value.storage.names.discard(value.name)
@@ -598,7 +625,7 @@ class Writer:
             busy = self.order.clocks[stream].get(stream, 0)
             if busy and not (self.spec.unjoined and not self.spec.train):
                 self.synchronize(CURRENT, self.order.uncovered(CURRENT, {stream: busy}), len(self.spec.steps) + stream)
-        made = [v for v in self.values if v.name.startswith("v")]
+        made = [v for v in self.values if v.name.startswith("v") and v.kind != "i"]  # the bits of zeros differ
         outputs = [v for v in made[:-4] if v in self.returned] + made[-4:] or self.values[:1]
         if self.spec.train and not any(v.gradient for v in outputs):
             outputs = [v for v in made if v.gradient][-1:] + outputs
@@ -624,7 +651,8 @@ class Writer:
             host,
             not self.graph_breaks,
             *host_waits(text),
-            self.spec.misaligned and not self.random,  # a kernel draws other numbers for a misaligned operand
+            # A kernel draws other numbers for a misaligned operand, and complex numbers don't begin anywhere.
+            0 if self.random or not self.spec.misaligned else 2 if "view_as_complex" in text else 1,
             "loads=" in text,
         )
 
