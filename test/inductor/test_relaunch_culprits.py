@@ -43,6 +43,14 @@ def waits(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@torch.library.custom_op("culprits::escapes", mutates_args=())
+def escapes(x: torch.Tensor) -> torch.Tensor:
+    recording = getattr(STATE["device"].thread, "recording", None)
+    if recording is not None:
+        recording.written = True
+    return x * 2
+
+
 @waits.register_fake
 def _(x):
     return torch.empty_like(x)
@@ -169,6 +177,22 @@ def region(args):
         (found,) = refusals.refused()
         self.assertEqual(found.message, "culprits::waits.default launches on the default stream (CUDA error 906)")
         self.assertEqual([each.blocking for each in made], [True])
+
+    @parametrize("before", [0, 1, 4])
+    @parametrize("after", [0, 3])
+    def test_operator_that_launches_on_a_stream_of_its_own_choice(self, before, after):
+        """Its kernel isn't captured, and no error says so."""
+        names = ["waits"] * before + ["escapes"] + ["waits"] * after
+        calls = "".join(f"    z = torch.ops.culprits.{name}.default(z) / 2\n" for name in names)
+        source = self.SOURCE.replace("    z = torch.ops.culprits.waits.default(y)\n", f"    z = y * 2\n{calls}")
+        STATE.update(only_blocking=True, error=None)
+        self.addCleanup(STATE.pop, "only_blocking")
+        with mock.patch.object(blame, "other_threads_run", return_value=True):
+            self.calls(self.runner(source))
+        (found,) = refusals.refused()
+        did = "launches on a stream of its own choice, where a capture does not see it"
+        self.assertEqual(found.message, f"culprits::escapes.default {did}")
+        self.assertEqual(split_off.failed(), {"culprits::escapes.default": did})
 
     def test_device_that_can_not_record_is_no_error(self):
         """Nor is it one when the operator is looked for."""
