@@ -198,7 +198,6 @@ class SizedKernel(Kernel):
 
 
 class Recording:
-    blocking = False
     written = False  # a test sets it, in place of a kernel that is launched outside of the capture
 
     def __init__(self, device: FakeDevice, gap: int) -> None:

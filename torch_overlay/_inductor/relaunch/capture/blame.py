@@ -8,10 +8,6 @@ no kernel, so nothing writes to the memory behind the placeholder addresses. A r
 torch's is first captured once with that memory filled with numbers. If some have changed when all kernels have run, an
 operator has launched one outside, on whatever stream. Which one it was, shorter captures show, each of which stops
 after an operator. The numbers are small, for a kernel outside that takes them for indices must not read elsewhere.
-
-A kernel on the default stream is better not run at all. CUDA refuses launches there while a stream is captured that
-the default stream waits for, and the operator is found like any other in which a capture fails. CUDA refuses those of
-other threads, too; so while other threads run, that first capture is on another kind of stream.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.culprit import Launchers, line_of_error, other_threads_run, Suspects
+from torch_overlay._inductor.relaunch.capture.culprit import Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.launch import staged
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
@@ -97,13 +93,11 @@ def find_culprit(work: Work) -> Culprit | None:
 def find_escape(work: Work) -> Culprit | None:
     """Return the operator in which a capture fails, or which launches outside of it: Note [Kernels outside of a
     capture]."""
-    blocking = not other_threads_run()
 
     def capture(last: int | None = None) -> tuple[Suspects, bool]:
         """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
         suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
         with recordings(work) as record, record(1) as recording:
-            recording.blocking = blocking
             recording.fill()
             with contextlib.suppress(Exception), suspects:
                 work.capture(recording)

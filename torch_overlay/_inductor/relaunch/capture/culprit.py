@@ -8,9 +8,7 @@ it without an error. The line of generated code that made the call leads to the 
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -42,9 +40,6 @@ ERRORS: dict[int, tuple[str, str]] = {
 }
 
 ESCAPES = "launches on a stream of its own choice, where a capture does not see it"
-
-# Files of Python's in which a thread waits: the innermost frame of one that does nothing.
-WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py", "connection.py", "socket.py", "subprocess.py")
 
 
 @dataclass(frozen=True)
@@ -159,18 +154,6 @@ def did(error: BaseException | None) -> str:
             return f"{what} (CUDA error {number})"
     lines = text.strip().splitlines() or [""]
     return f"raises {type(error).__name__}: {lines[0]}"
-
-
-def other_threads_run() -> bool:
-    """True if another thread of Python is doing something else than to wait for work."""
-    frames = sys._current_frames()
-    ours = {threading.get_ident(), threading.main_thread().ident}
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        is_ours = thread.ident in ours or isinstance(thread, threading._DummyThread)  # autograd's
-        if not is_ours and frame is not None and os.path.basename(frame.f_code.co_filename) not in WAITING:
-            return True
-    return False
 
 
 def user_line(path: str, line: int) -> str:

@@ -64,8 +64,6 @@ class Recording:
     """A capture of `owner`, a device, with `gap` times as much room as usual between allocations. `inputs`: bytes of
     the region's inputs."""
 
-    blocking = False  # nothing may be launched on the default stream meanwhile: Note [Kernels outside of a capture]
-
     def __init__(self, owner: Any, gap: int, inputs: int = 0) -> None:
         self.owner, self.device = owner, owner.device
         self.space: Any = AddressSpace(owner.device, gap=gap, inputs=inputs)
@@ -182,7 +180,7 @@ class Recording:
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
-            driver, stream = NativeDriver(), streams_of(self.device.index, self.blocking).get(0)
+            driver, stream = NativeDriver(), streams_of(self.device.index).get(0)
             self._capturing = driver, driver.captured_into(stream.cuda_stream)
         return self._capturing
 
@@ -230,7 +228,7 @@ class Recording:
     @contextlib.contextmanager
     def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
         """Capture into the graph what this thread launches."""
-        streams = streams_of(self.device.index, self.blocking)
+        streams = streams_of(self.device.index)
         main = streams.get(0)
         main.wait_stream(torch.cuda.current_stream(self.device))
         with contextlib.ExitStack() as stack:
