@@ -198,7 +198,7 @@ class SizedKernel(Kernel):
 
 
 class Recording:
-    blocking = False
+    written = False  # a test sets it, in place of a kernel that is launched outside of the capture
 
     def __init__(self, device: FakeDevice, gap: int) -> None:
         self.owner, self.device = device, CPU
@@ -237,6 +237,12 @@ class Recording:
             return torch.empty_strided(view.size, view.stride, dtype=view.dtype)
         address = self.take(view.extent, alignment if alignment < 256 else 0)
         return tensor_at(address, view.size, view.stride, view.dtype)
+
+    def fill(self) -> None:
+        self.written = False
+
+    def is_written(self) -> bool:
+        return self.written
 
     def covers(self, address: int) -> bool:
         return self.low <= address < self.high

@@ -23,11 +23,11 @@ from relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
 from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
-from torch._inductor.utils import GraphPartitionMap
+from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals, runner
+from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals, runner, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
@@ -1831,6 +1831,36 @@ class TestGpu(GpuTestCase):
         self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 1, refusals.refusals())
         self.assertEqual(after[1], before[1])
         self.assertLessEqual(after[0], before[0] + 2 * x.nbytes)
+
+    def test_kernel_on_a_stream_that_the_operator_chooses(self):
+        """No capture sees it, whatever stream it is, and whatever other threads do."""
+        own, done = torch.cuda.Stream(), threading.Event()
+        busy = threading.Thread(target=lambda: [None for _ in iter(lambda: done.wait(0), True)])
+        self.enterContext(fresh_cache())
+        busy.start()
+        self.addCleanup(busy.join)
+        self.addCleanup(done.set)
+        for stream in (torch.cuda.default_stream(), own):
+
+            def double(x, stream=stream):
+                made = torch.empty_like(x)
+                with torch.cuda.stream(stream):
+                    torch.mul(x, 2, out=made)
+                return made
+
+            name = f"doubles{stream.stream_id}"
+            with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library, torch.cuda.stream(stream):
+                library.define(f"{name}(Tensor x) -> Tensor")
+                library.impl(name, double, "CUDA")
+                library.impl(name, torch.empty_like, "Meta")
+                operator = getattr(torch.ops.relaunch_test, name)
+                with config.patch(cudagraphs="relaunch"):
+                    compiled = torch.compile(lambda x, op=operator: op(x + 1) + 1, mode="reduce-overhead")
+                    for _ in range(6):
+                        x = torch.randn(64, device="cuda")
+                        self.assertEqual(compiled(x), 2 * x + 3)
+            self.assertIn(f"relaunch_test::{name}.default", split_off.failed())
+        self.assertEqual(refusals.refusals(), [])  # the operator runs between two graphs
 
     def test_region_that_can_not_be_captured_runs_and_the_next_one_is_captured(self):
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:

@@ -1,16 +1,18 @@
 """Makes the graph of a region, or captures it once more to find the operator for which it has none.
 
-Note [Opaque operators]
-A custom operator may launch on the default stream whatever the current stream is, as CUDA code that names no stream
-does. Nobody notices while the default stream is the current one. In a capture, such a launch is not recorded: the
-kernel would run at once, on placeholder addresses, and the illegal access would end the process. So a region that
-calls operators that are not torch's is first captured on a stream that the default stream waits for: CUDA refuses
-launches on the default stream while such a stream is captured, and the operator is found like any other in which a
-capture fails. CUDA refuses those of other threads, too; so while other threads run, there is no such capture.
+Note [Kernels outside of a capture]
+A custom operator may launch on another stream than the current one: on the default stream, as CUDA code that names no
+stream does, or on one that it remembers. Nobody notices while that is the current one. In a capture, such a launch is
+not recorded: the kernel runs at once, on placeholder addresses, and never again. CUDA doesn't tell. But a capture runs
+no kernel, so nothing writes to the memory behind the placeholder addresses. A region that calls operators that are not
+torch's is first captured once with that memory filled with numbers. If some have changed when all kernels have run, an
+operator has launched one outside, on whatever stream. Which one it was, shorter captures show, each of which stops
+after an operator. The numbers are small, for a kernel outside that takes them for indices must not read elsewhere.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import time
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.culprit import Launchers, line_of_error, other_threads_run, Suspects
+from torch_overlay._inductor.relaunch.capture.culprit import Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.launch import staged
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
@@ -53,17 +55,15 @@ class NoGraph(Exception):
 def make_or_blame(work: Work) -> Relaunch | staged.Split:
     """Make the graph of a region, and return what launches it. Raises NoGraph; Escaped if a launch can't compute with
     the numbers."""
-    if work.plan.opaque and not other_threads_run():
-        culprit = find_culprit(work, blocking=True)
-        if culprit is not None and not culprit.is_innocent:
-            raise NoGraph("operator", culprit.did, culprit)
     try:
+        if work.plan.opaque and (culprit := find_escape(work)) is not None and not culprit.is_innocent:
+            raise NoGraph("operator", culprit.did, culprit)
         start = time.perf_counter()
         arrangement, launchers = make_graph(work)
         if work.is_shared:
             work.sizes.note_capture(time.perf_counter() - start)
         made = staged.launchable(work.device, arrangement, launchers, work.code.static_inputs, work.alignments)
-    except Escaped:
+    except (Escaped, NoGraph):
         raise
     except Refusal as refusal:
         raise NoGraph(refusal.reason, str(refusal), find_launcher(work, refusal)) from refusal
@@ -82,16 +82,32 @@ def make_or_blame(work: Work) -> Relaunch | staged.Split:
     return made
 
 
-def find_culprit(work: Work, blocking: bool = False) -> Culprit | None:
-    """Capture as the first capture of `make_graph` does, and return the operator in which that fails. `blocking`: while
-    nothing may be launched on the default stream. Note [Opaque operators]"""
+def find_culprit(work: Work) -> Culprit | None:
+    """Capture as the first capture of `make_graph` does, and return the operator in which that fails."""
     suspects = Suspects(work.namespace, work.device.is_capture_broken)
-    with contextlib.suppress(Exception), recordings(work) as record:
-        recording = record(1)
-        recording.blocking = blocking
-        with suspects:
-            work.capture(recording)
+    with contextlib.suppress(Exception), recordings(work) as record, suspects:
+        work.capture(record(1))
     return suspects.found
+
+
+def find_escape(work: Work) -> Culprit | None:
+    """Return the operator in which a capture fails, or which launches outside of it: Note [Kernels outside of a
+    capture]."""
+
+    def capture(last: int | None = None) -> tuple[Suspects, bool]:
+        """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
+        suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
+        with recordings(work) as record, record(1) as recording:
+            recording.fill()
+            with contextlib.suppress(Exception), suspects:
+                work.capture(recording)
+            return suspects, recording.is_written()
+
+    suspects, is_written = capture()
+    if suspects.found is not None or not is_written or not suspects.opaque:
+        return suspects.found
+    others = range(len(suspects.opaque) - 1)
+    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: capture(last)[1])]
 
 
 def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:

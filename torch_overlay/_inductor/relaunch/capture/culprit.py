@@ -1,4 +1,5 @@
-"""Finds the operator in which a capture fails, by capturing once more and looking at each operator.
+"""Finds the operator in which a capture fails, or whose kernels it misses, by capturing once more and looking at each
+operator.
 
 Generated code calls libraries, custom operators and what it has no kernel for through torch's dispatcher, where a
 dispatch mode sees each call. After each, the stream is asked whether the capture is still whole: an operator may break
@@ -7,15 +8,14 @@ it without an error. The line of generated code that made the call leads to the 
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_overlay._inductor.relaunch.capture.allocations import OURS
 from torch_overlay._inductor.user_lines import is_in_torch
 
 
@@ -39,8 +39,7 @@ ERRORS: dict[int, tuple[str, str]] = {
     908: ("attempt to terminate a thread-local capture", "ends the capture in another thread"),
 }
 
-# Files of Python's in which a thread waits: the innermost frame of one that does nothing.
-WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py", "connection.py", "socket.py", "subprocess.py")
+ESCAPES = "launches on a stream of its own choice, where a capture does not see it"
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,20 @@ class _Watched(TorchDispatchMode):
         self.namespace = namespace
 
 
+class Stopped(Exception):
+    """A capture has gone as far as it was to."""
+
+
 class Suspects(_Watched):
     """A dispatch mode for a capture that is expected to fail. `found` is the first operator called by the generated
-    module with these globals that raises, or after which `is_broken()`."""
+    module with these globals that raises, or after which `is_broken()`. `opaque` are the calls of operators that are
+    not torch's; after call `last` of these, the capture is stopped."""
 
-    def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool]) -> None:
+    def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool], last: int | None = None) -> None:
         super().__init__(namespace)
-        self.is_broken = is_broken
+        self.is_broken, self.last = is_broken, last
         self.found: Culprit | None = None
+        self.opaque: list[Culprit] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -78,6 +83,10 @@ class Suspects(_Watched):
             raise
         if self.found is None and self.is_broken():
             self._note(func, None)
+        if getattr(func, "namespace", "") not in OURS:
+            self.opaque.append(Culprit(name_of(func), line_of_call(self.namespace) or "", ESCAPES))
+            if len(self.opaque) - 1 == self.last:
+                raise Stopped
         return result
 
     def _note(self, func: Any, error: Exception | None) -> None:
@@ -145,18 +154,6 @@ def did(error: BaseException | None) -> str:
             return f"{what} (CUDA error {number})"
     lines = text.strip().splitlines() or [""]
     return f"raises {type(error).__name__}: {lines[0]}"
-
-
-def other_threads_run() -> bool:
-    """True if another thread of Python is doing something else than to wait for work."""
-    frames = sys._current_frames()
-    ours = {threading.get_ident(), threading.main_thread().ident}
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        is_ours = thread.ident in ours or isinstance(thread, threading._DummyThread)  # autograd's
-        if not is_ours and frame is not None and os.path.basename(frame.f_code.co_filename) not in WAITING:
-            return True
-    return False
 
 
 def user_line(path: str, line: int) -> str:

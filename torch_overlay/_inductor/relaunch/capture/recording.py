@@ -30,16 +30,18 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
 from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+from torch_overlay._inductor.relaunch.memory.outputs import View
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
-    from torch_overlay._inductor.relaunch.memory.outputs import View
+
+PART = 1 << 20  # words whose sum is taken at a time
 
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
@@ -61,8 +63,6 @@ class IsolatedAllocations:
 class Recording:
     """A capture of `owner`, a device, with `gap` times as much room as usual between allocations. `inputs`: bytes of
     the region's inputs."""
-
-    blocking = False  # nothing may be launched on the default stream meanwhile: Note [Opaque operators]
 
     def __init__(self, owner: Any, gap: int, inputs: int = 0) -> None:
         self.owner, self.device = owner, owner.device
@@ -99,6 +99,28 @@ class Recording:
         storage = torch._C._construct_storage_from_data_pointer(given + skew, self.device, size)
         metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
         return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+    def fill(self) -> None:
+        """Fill the space with numbers, so that it shows whether a kernel writes to it: Note [Kernels outside of a
+        capture]. Positions are of one block of memory, over and over, so as many are filled as the largest has."""
+        with _no_modes():
+            words = self.place(View((LARGEST // 8,), (1,), torch.int64))
+            self._filled = words.split(PART)
+            generator = torch.Generator(self.device)
+            for part in self._filled:
+                part.random_(1, 128, generator=generator)
+            self._sums = self._summed()
+
+    def is_written(self) -> bool:
+        """True if a kernel has written to the space since it was filled."""
+        with _no_modes():
+            return self._summed() != self._sums
+
+    def _summed(self) -> list[int]:
+        """Return a sum of each part in which every word has an odd weight, when all kernels have run."""
+        torch.cuda.synchronize(self.device)
+        weights = torch.arange(1, 2 * PART, 2, device=self.device)
+        return torch.stack([(part * weights).sum() for part in self._filled]).tolist()
 
     def covers(self, address: int) -> bool:
         return self.space.low <= address < self.space.high
@@ -158,7 +180,7 @@ class Recording:
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
-            driver, stream = NativeDriver(), streams_of(self.device.index, self.blocking).get(0)
+            driver, stream = NativeDriver(), streams_of(self.device.index).get(0)
             self._capturing = driver, driver.captured_into(stream.cuda_stream)
         return self._capturing
 
@@ -206,7 +228,7 @@ class Recording:
     @contextlib.contextmanager
     def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
         """Capture into the graph what this thread launches."""
-        streams = streams_of(self.device.index, self.blocking)
+        streams = streams_of(self.device.index)
         main = streams.get(0)
         main.wait_stream(torch.cuda.current_stream(self.device))
         with contextlib.ExitStack() as stack:

@@ -21,11 +21,10 @@ exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = [
 
 
 class Streams:
-    """Streams of a device that only captures use. They are made when they are first needed, and kept. `blocking`: the
-    legacy default stream waits for them, so nothing can be launched there while one is captured."""
+    """Streams of a device that only captures use. They are made when they are first needed, and kept."""
 
-    def __init__(self, index: int, blocking: bool) -> None:
-        self.index, self.blocking = index, blocking
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.made: list[torch.cuda.Stream] = []
 
     def get(self, number: int) -> torch.cuda.Stream:
@@ -33,9 +32,7 @@ class Streams:
             from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
 
             with torch.cuda.device(self.index):
-                kinds = driver.CUstream_flags
-                kind = kinds.CU_STREAM_DEFAULT if self.blocking else kinds.CU_STREAM_NON_BLOCKING
-                code, handle = driver.cuStreamCreate(kind)
+                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             if int(code):
                 raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
             self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
@@ -43,8 +40,8 @@ class Streams:
 
 
 @functools.cache
-def streams_of(index: int, blocking: bool) -> Streams:
-    return Streams(index, blocking)
+def streams_of(index: int) -> Streams:
+    return Streams(index)
 
 
 @contextlib.contextmanager
