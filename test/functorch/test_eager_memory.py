@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch._inductor.test_case import TestCase
 from torch.fx import Graph, Node
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
 from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream
 from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import place_on
+from torch_overlay.analysis import check
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -152,6 +154,36 @@ class TestMemory(TestCase):
         self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1), {}), ())
 
 
+@torch.library.custom_op("overlay_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x + 1, x + 2]
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_like(x), torch.empty_like(x)]
+
+
+@torch.library.custom_op("overlay_test::nested", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor[], Tensor[])")
+def nested(x: torch.Tensor) -> Any:
+    return x + 1, [x + 1, x + 2], [x + 1, x + 2]
+
+
+@nested.register_fake
+def _(x: torch.Tensor) -> Any:
+    return torch.empty_like(x), [torch.empty_like(x) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
+
+
+LISTS = {  # made by one operator, and updated by another
+    "foreach": (lambda x: torch._foreach_add([x, x], 1), lambda u: torch._foreach_sub_(u, 1)),
+    "one_of_them": (lambda x: torch._foreach_add([x, x], 1), lambda u: torch._foreach_sqrt_(u[1:])),
+    "copies": (lambda x: torch._foreach_add([x, x], 1), lambda u: torch._foreach_copy_(u, torch._foreach_mul(u, 2))),
+    "custom": (lambda x: torch.ops.overlay_test.twice(x), lambda u: torch._foreach_copy_(u, u[::-1])),
+    "list_among_results": (lambda x: torch.ops.overlay_test.nested(x)[2], lambda u: torch._foreach_sub_(u, 1)),
+    "several_results": (lambda x: [*torch.var_mean(x, 0)], lambda u: torch._foreach_addcmul_(u[::-1], u, u)),
+}
+
+
 class TestPlans(TestCase):
     @simulated_gpu()
     def exit_waits(self, update: bool) -> list[tuple[int, int]]:
@@ -175,3 +207,24 @@ class TestPlans(TestCase):
 
     def test_side_memory_that_eager_never_allocates_is_settled(self) -> None:
         self.assertEqual([stream for _, stream in self.exit_waits(update=True)], [1])
+
+    @parametrize("kind", list(LISTS))
+    @simulated_gpu()
+    def test_side_memory_of_a_list_that_is_updated_and_returned_is_settled(self, kind: str) -> None:
+        side = torch.cuda.Stream()
+        make, update = LISTS[kind]
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                listed = make(x)
+            current.wait_stream(side)
+            update(listed)
+            return listed
+
+        report = check(fn, torch.ones(8, 16, device="cuda"))
+        self.assertTrue(report.ok, str(report))
+
+
+instantiate_parametrized_tests(TestPlans)

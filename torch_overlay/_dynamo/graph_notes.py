@@ -11,6 +11,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import note_fact
@@ -73,44 +74,51 @@ def _note_storages(nodes: Iterable[Node]) -> None:
     """Note on each value in a storage that is updated in place which storage that is (`eager_storage`).
 
     A functional update may read nothing of the updated tensor, as that of `zero_` or of an `out` tensor does; and of
-    several operators that stand for the update, the first may read a mask. An update of a list of tensors
-    (`torch._foreach_add_`) gets one storage per result, by position, unless all are in one storage.
+    several operators that stand for the update, the first may read a mask. An operator that makes or updates a list of
+    tensors (`torch._foreach_add_`) gets one storage per result, by position, unless all are in one storage.
     """
-    values: dict[int | None, list[Node]] = {}
+    held: dict[Node, list[int | None]] = {}
+    makers: dict[int | None, Node] = {}
     updated: set[int | None] = set()
-    lists: dict[Node, list[int | None]] = {}
     for node in nodes:
-        storage = _storage(node)
+        storages = _storages(node.meta.get("example_value"))
         if node.op in ("call_function", "call_method"):
             given = _given_memory(node)
             if given or updates_in_place(node.target):
                 first: Any = given or next(iter(node.args), None)
-                storage = _storage(first)
-                listed = [*map(_storage, first)] if isinstance(first, (list, tuple)) else [storage]
-                updated.update(listed)
+                is_list = isinstance(first, (list, tuple))
+                storages = [*map(_storage, first)] if is_list else [_storage(first)]
+                updated.update(storages)
                 # Other updates than these may be of several lists.
-                if given or getattr(node.target, "__name__", "").startswith("_foreach_"):
-                    lists[node] = listed if len({*listed}) > 1 else listed[:1]
-        values.setdefault(storage, []).append(node)
-    noted: dict[int | None, tuple[str, int | None] | None] = {None: None}
+                if is_list and not given and not getattr(node.target, "__name__", "").startswith("_foreach_"):
+                    storages = []
+        held[node] = storages
+        for storage in storages:
+            makers.setdefault(storage, node)
+    noted: dict[int | None, tuple[str, int | None]] = {}
     names: set[str] = set()
-    for storage in [s for s in values if s in updated and s is not None]:
-        first = values[storage][0]
-        name = first.name if first.name not in names else f"{first.name}.{len(names)}"  # nodes of two bodies
+    for storage in [s for s in makers if s in updated and s is not None]:
+        maker = makers[storage]
+        name = maker.name if maker.name not in names else f"{maker.name}.{len(names)}"  # of a list, or of two bodies
         names.add(name)
-        noted[storage] = name, None if first.op == "placeholder" else node_stream(first)
-        for node in values[storage]:
-            if node.op != "placeholder":
-                note_fact(node, eager_storage=(noted[storage],))
-    for node, listed in lists.items():
-        note_fact(node, eager_storage=tuple(noted[storage] for storage in listed))
+        noted[storage] = name, None if maker.op == "placeholder" else node_stream(maker)
+    for node, storages in held.items():
+        if node.op != "placeholder" and not noted.keys().isdisjoint(storages):
+            listed = storages if len({*storages}) > 1 else storages[:1]
+            note_fact(node, eager_storage=tuple(map(noted.get, listed)))
 
 
 def _storage(node: Any) -> int | None:
-    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    try:
-        return value.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and functorch tensors have none
-        return None
+    found = _storages(node.meta.get("example_value")) if isinstance(node, torch.fx.Node) else []
+    return found[0] if len(found) == 1 else None
+
+
+def _storages(value: Any) -> list[int | None]:
+    """Return the storage of each tensor of a value; None for a tensor that has none: a sparse or a functorch tensor."""
+    found: list[int | None] = []
+    for tensor in pytree.tree_leaves(value):
+        try:
+            found.append(tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None)
+        except (NotImplementedError, RuntimeError):
+            found.append(None)
+    return found

@@ -10,7 +10,7 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.device_peaks import bytes_per_us, flops_per_us
-from torch_overlay._functorch.streams.fx import is_stream_operator, is_view
+from torch_overlay._functorch.streams.fx import is_stream_operator, is_view_operator
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
@@ -41,16 +41,12 @@ def is_part(output: sched.SchedulerBuffer) -> bool:
     return isinstance(V.graph.try_get_buffer(layout.view.get_name()), ir.ConcatKernel)
 
 
-def _own_origins(kernel: Any) -> Iterable[torch.fx.Node]:
-    graph = V.graph.module.graph  # type: ignore[union-attr]
-    return (n for n in kernel.get_origins() if n.op == "call_function" and n.graph is graph)
-
-
 def fx_origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
     """Yield the FX nodes of this graph that a scheduler node computes; in a subgraph, not the node that calls it."""
+    graph = V.graph.module.graph  # type: ignore[union-attr]
     for part in node.get_nodes():
         if part.node is not None:
-            yield from _own_origins(part.node)
+            yield from (n for n in part.node.get_origins() if n.op == "call_function" and n.graph is graph)
 
 
 def kernel_of(output: Any) -> str | None:
@@ -62,19 +58,20 @@ def kernel_of(output: Any) -> str | None:
 
 def viewed_by_call(kernel: Any) -> set[str]:
     """Return the buffers that a kernel returns a view of, if it is a call that launches nothing (`view_as_real`)."""
-    is_view_call = isinstance(kernel, ir.FallbackKernel) and all(map(is_view, _own_origins(kernel)))
+    is_view_call = isinstance(kernel, ir.FallbackKernel) and is_view_operator(kernel.op_overload)
     return set(kernel.get_inputs_that_alias_output()) if is_view_call else set()
 
 
 def owner_of(name: str) -> str:
-    """Return the buffer whose memory a buffer lies in: a concatenation for its slices; for a call that returns a view,
-    what it views.
+    """Return the buffer whose memory a buffer lies in: for an update what it updates, for a slice the concatenation,
+    for a view that a call returns, alone or in a list, what it views.
     """
     while True:
+        name = V.graph.scheduler.mutation_real_name.get(name, name)
         buffer = V.graph.try_get_buffer(name)
         if isinstance(layout := getattr(buffer, "layout", None), ir.NonOwningLayout):
             name = layout.view.get_name()
-        elif len(viewed := viewed_by_call(buffer)) == 1:
+        elif len(viewed := viewed_by_call(V.graph.try_get_buffer(kernel_of(buffer) or name))) == 1:
             (name,) = viewed
         else:
             return name

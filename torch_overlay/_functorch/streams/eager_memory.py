@@ -93,16 +93,22 @@ def _mutated_argument(node: Node) -> Node | None:
     """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
     results; None if the node is no new value of an argument.
     """
-    place: list[Any] = []
-    call: Any = node
-    while call.target is operator.getitem:
-        call, index = call.args
-        place.insert(0, index)
+    call, place = _selected(node)
     if lists := _updated_lists(call):
         which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
         return lists[which[0]][place[-1]] if place and which else None
     written = written_arguments(call)
     return written.get(place[0]) if written and len(place) == 1 else None
+
+
+def _selected(node: Node) -> tuple[Node, list[Any]]:
+    """Return the operator that a value is a result of, and the indices that select the value from the results."""
+    place: list[Any] = []
+    call: Any = node
+    while call.target is operator.getitem:
+        call, index = call.args
+        place.insert(0, index)
+    return call, place
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:
@@ -125,9 +131,16 @@ def _base(node: Node) -> Node | None:
 
 
 def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
-    """Return what Dynamo noted of the value; of several results of an operator, it noted something for each."""
+    """Return what Dynamo noted of the value; of several results of an operator, it noted something for each, also for
+    each in a list among the results.
+    """
     if len(noted) > 1:
-        noted = noted[node.args[1] :][:1] if node.target is operator.getitem else ()  # type: ignore[misc]
+        call, place = _selected(node)
+        results, index = call.meta.get("val"), 0
+        for i in place:
+            index += len(pytree.tree_leaves(results[:i])) if results else i
+            results = results and results[i]
+        noted = noted[index:][:1] if place and not isinstance(results, (list, tuple)) else ()
     return noted[0] if noted else None
 
 

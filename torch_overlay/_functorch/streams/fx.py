@@ -66,6 +66,11 @@ def is_view(node: Node) -> bool:
         if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.dtype != given.dtype:
             return False
         return source.target is _DEVICE_PUT or bool(node.users) and all(n.target is _DEVICE_PUT for n in node.users)
+    return is_view_operator(target)
+
+
+def is_view_operator(target: Any) -> bool:
+    """True if the operator only names memory of its first argument."""
     return isinstance(target, torch._ops.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )

@@ -9,6 +9,10 @@ An operation that only names a tensor, as `record_stream` does, or takes its lay
 nothing, makes no copy, and takes the caller's tensor, which is kept for `record_stream` under the name `arg_orig`. The
 graph returns the caller's tensor, too: the backward makes its own copy.
 
+A call that returns a view (`view_as_real`, any view of complex numbers) is made of the caller's tensor as well: it
+stands before the waits of the view's readers, and readers on several streams share it. The kernels that read such a
+view are compiled without any alignment.
+
 For an input that the graph writes, upstream's runtime makes the copy before the call and writes it back after the call,
 on the caller's stream: before the waits of the user, and after the records. Here such an input is copied like the
 others, and each operation that writes it is followed by a copy into the caller's memory on its stream. A wait for the
@@ -26,11 +30,11 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM
-from torch_overlay._inductor.scheduler_nodes import stream_operation
+from torch_overlay._inductor.scheduler_nodes import owner_of, stream_operation, viewed_by_call
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
@@ -41,14 +45,27 @@ _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
 _RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_back"
 
 
-def recorded_inputs(scheduler: Scheduler) -> set[str]:
-    """Return the inputs that the user's `record_stream` names, in whatever region of the graph."""
+def named_inputs(scheduler: Scheduler) -> set[str]:
+    """Return the inputs that the user's `record_stream` names, and those that a call returns a view of, in whatever
+    region of the graph.
+    """
     found: set[str] = set()
     for node in scheduler.nodes:
         overload = stream_operation(node)
         if overload is not None and overload._schema.name == "streams::record_stream":
             found.update(dependency.name for dependency in node.read_writes.reads)
+        found |= viewed_by_call(node.node)
     return found
+
+
+def _assume_unaligned_views(scheduler: Scheduler, inputs: Container[str]) -> None:
+    """Have kernels that are generated from now on read views that calls return of these inputs without any
+    alignment.
+    """
+    for name, buffer in scheduler.name_to_buf.items():
+        aliases = isinstance(buffer.node, (ir.FallbackKernel, ir.MultiOutput)) and buffer.get_aliases()
+        if aliases and owner_of(name) in inputs:
+            V.graph.unaligned_buffers.add(name)
 
 
 def returned_inputs() -> tuple[set[str], set[str]]:
@@ -93,7 +110,8 @@ class AlignedInputs:
         self.emitter, self.wrapper = emitter, emitter.wrapper
         graph: Any = V.graph
         checked = {graph.graph_input_names[i]: i for i in graph.inputs_to_check or ()}
-        self.recorded = recorded_inputs(emitter.scheduler) if checked else set()
+        self.named = named_inputs(emitter.scheduler) if checked else set()
+        _assume_unaligned_views(emitter.scheduler, checked)
         self.written = {name for name, i in checked.items() if i in graph.mutated_input_idxs}
         if self.written:
             graph._region_aligned_inputs = frozenset(checked[name] for name in self.written)
@@ -106,6 +124,11 @@ class AlignedInputs:
         """
         if stream_operation(node) is not None or _takes_layout(node):
             return
+        if viewed := viewed_by_call(node.node):
+            for name in self.wrapper._alignment_aligned_stream.keys() & viewed:
+                del self.wrapper._alignment_aligned_stream[name]
+                self.emitter.write(f"{name} = {name}_orig")
+            return
         real = self.emitter.scheduler.mutation_real_name
         reads = [real.get(d.name, d.name) for d in node.read_writes.reads if not isinstance(d, WeakDep)]
         outputs = [output for output in node.get_outputs() if not output.is_ordering_only()]
@@ -113,7 +136,7 @@ class AlignedInputs:
         names = dict.fromkeys([*reads, *writes])
         # A copy must not replace the last reference to memory that another stream waits for, or that is named again.
         late = self.emitter.plan.release
-        self.wrapper.mark_multistream_alignment([n for n in names if number or n in self.recorded or n in late])
+        self.wrapper.mark_multistream_alignment([n for n in names if number or n in self.named or n in late])
         copy_read([name for name in names if name not in self.written], number)
         op = self.emitter.plan.ops[self.emitter.region.index[node]]
         self.due = [name for name in writes if name in self.written]

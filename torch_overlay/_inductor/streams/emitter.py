@@ -182,7 +182,7 @@ class RegionEmitter(RegionNames):
         for name, stream in users_of_results(self.scheduler, self.region):
             self.record_stream(name, stream)
         if not (self.region.enclosed or self.idle_streams):
-            note_owners(self.plan, self.scheduler.mutation_real_name)
+            note_owners(self.plan)
         self.may_alias = self.find_aliases()
         self.aligned.leave(goes_on=self.region.enclosed)
         self.wrapper.writeline(EndRegion(self))

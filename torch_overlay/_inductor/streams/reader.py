@@ -80,7 +80,7 @@ class RegionReader:
         self.fresh: dict[str, None] = {}
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
-        returned = {self.storage(owner_of(name)) for name in _kept_outputs()}
+        returned = set(map(owner_of, _kept_outputs()))
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.order_after = notes_of(scheduler).awaited_stores

@@ -22,6 +22,7 @@ from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.scheduler_nodes import owner_of
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region, Region
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream
@@ -131,4 +132,4 @@ def place_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> list[Any]:
 def stream_of_memory(scheduler: Scheduler, name: str) -> int | None:
     """Return the stream whose memory a buffer lives in; None before a region is planned."""
     memory = notes_of(scheduler).memory
-    return None if memory is None else memory.get(scheduler.mutation_real_name.get(name, name), CALLERS_STREAM)
+    return None if memory is None else memory.get(owner_of(name), CALLERS_STREAM)

@@ -22,6 +22,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay._inductor.scheduler_nodes import owner_of
 
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def _saved() -> Any:
     return getattr(torch._guards.TracingContext.try_get(), "stream_saved", None)
 
 
-def note_owners(plan: Plan, real_names: dict[str, str]) -> None:
+def note_owners(plan: Plan) -> None:
     """Note the stream whose memory each result of the forward that is being generated is, where it is the same at every
     call: that which the result was placed on, or the caller's stream, into which its branch was folded.
     """
@@ -43,7 +44,7 @@ def note_owners(plan: Plan, real_names: dict[str, str]) -> None:
         return
     graph: Any = V.graph
     names = [output.maybe_get_name() for output in graph.graph_outputs]
-    graph.stream_owners = tuple([plan.memory.get(real_names.get(name, name)) for name in names])
+    graph.stream_owners = tuple([None if name is None else plan.memory.get(owner_of(name)) for name in names])
 
 
 def owners_of(graph: Any) -> tuple[int | None, ...]:

@@ -26,7 +26,7 @@ from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import callers_device, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER
-from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, stream_operation
+from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, owner_of, stream_operation
 from torch_overlay._inductor.streams.folding import handed_out
 from torch_overlay._inductor.streams.plan import HOST
 
@@ -52,9 +52,7 @@ def _hands_out(region: Region) -> bool:
     for position in handed_out(graph.module.graph, graph.is_backward):
         output = graph.graph_outputs[position]
         if not isinstance(output, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
-            stream = region.plan.memory.get(
-                graph.scheduler.mutation_real_name.get(output.get_name(), output.get_name())
-            )
+            stream = region.plan.memory.get(owner_of(output.get_name()))
             if stream is not None and callers_device(stream) is None:
                 return True
     return False
