@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTROL_FLOW = ("cond", "switch", "while_loop", "while_loop_stack_output", "scan")
+LAUNCH_NOTHING = ("split-streams", "split-zeros")
 SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
 
 
@@ -96,7 +97,7 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
             code, reason = "split-collective", f"a collective: {operator}"
     if operator and operator not in reason:
         reason = f"{reason} ({overload})"
-    return SplitOff(code, reason, operator, _line(node), kernels=code != "split-streams")
+    return SplitOff(code, reason, operator, _line(node), kernels=code not in LAUNCH_NOTHING)
 
 
 def _line(node: Any) -> str:
