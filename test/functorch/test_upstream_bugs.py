@@ -78,7 +78,9 @@ class TestUpstreamBugs(TestCase):
     @form.overlay_only
     def test_on_stock_a_stream_is_recorded_for_a_copy(self) -> None:
         found = found_on_stock()["recorded_lazy_views"]
-        self.assertEqual([text.split(":")[0] for text in found], [*["conjugate"] * 2, *["negative"] * 2, *["zeros"] * 2])
+        self.assertEqual(
+            [text.split(":")[0] for text in found], [*["conjugate"] * 2, *["negative"] * 2, *["zeros"] * 2]
+        )
 
     @form.slow
     @form.overlay_only
