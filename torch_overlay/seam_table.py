@@ -607,6 +607,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._inductor.codegen.wrapper:",
+        impl="torch_overlay.upstream_fixes.recorded_views:register",
+        kind="register",
+        patch="inductor-stream-planner",
+        fingerprint="",
+        why="record_stream of a lazily conjugated tensor raises, and records the stream for a copy.",
+        ends="upstream passes record_stream through the fallbacks of lazy views",
+    ),
+    Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops_core",
         impl="torch_overlay._inductor.streams.pass_hooks:reinplace_inplaceable_ops_core",
         kind="wrap",

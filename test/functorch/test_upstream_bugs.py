@@ -76,6 +76,14 @@ class TestUpstreamBugs(TestCase):
 
     @form.slow
     @form.overlay_only
+    def test_on_stock_a_stream_is_recorded_for_a_copy(self) -> None:
+        found = found_on_stock()["recorded_lazy_views"]
+        self.assertEqual(
+            [text.split(":")[0] for text in found], [*["conjugate"] * 2, *["negative"] * 2, *["zeros"] * 2]
+        )
+
+    @form.slow
+    @form.overlay_only
     def test_on_stock_views_lie_in_concatenations(self) -> None:
         found = found_on_stock()["views_of_what_is_concatenated"]
         self.assertEqual([text.split(":")[0] for text in found], ["viewed", "filled"])

@@ -504,6 +504,29 @@ def offloaded_storage() -> list[str]:
     return found
 
 
+def recorded_lazy_views() -> list[str]:
+    """`record_stream` of a lazy view records the stream for a copy, and raises; generated code has such calls."""
+    import torch._inductor.codegen.wrapper  # what generated code needs is registered with it
+
+    recorded: list[int] = []
+    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library.impl("record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()), "CPU")
+    number, found = torch.randn(4, dtype=torch.complex64), []
+    zeros = torch._efficientzerotensor((4,))
+    views = {"plain": number, "conjugate": number.conj(), "negative": number.conj().imag, "zeros": zeros}
+    try:
+        for name, view in views.items():
+            try:
+                view.record_stream(torch.Stream(device="cpu"))
+            except RuntimeError as error:
+                found.append(f"{name}: {error}")
+            if recorded[-1:] != [view.data_ptr()]:
+                found.append(f"{name}: other memory")
+    finally:
+        library._destroy()
+    return found
+
+
 CHECKS = (
     stale_streams,
     donated_duplicates,
@@ -520,6 +543,7 @@ CHECKS = (
     results_that_are_inputs,
     views_of_what_takes_no_computing,
     updates_of_what_is_kept,
+    recorded_lazy_views,
 )
 
 

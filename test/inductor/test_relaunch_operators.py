@@ -11,7 +11,8 @@ import torch
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.capture.allocations import Lives, Plan
+from torch_overlay._inductor.relaunch.capture.allocations import Lives, Plan, storages
+from torch_overlay._inductor.relaunch.capture.capture import _is_plain
 from torch_overlay._inductor.relaunch.capture.operators import FULL, Operators
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 
@@ -86,6 +87,11 @@ class TestOperators(TestCase):
         self.assertEqual(self.run_one(x, segments=[8192]), (False, [8192]), "all of it may be in use")
         self.assertEqual(self.operators.asked[2], (-1, 8192))
         self.assertEqual(self.run_one(x, segments=[4096, 4096]), (False, [4096, 4096]))
+
+    def test_zeros_without_memory_have_no_address(self):
+        zeros = torch._efficientzerotensor((4,))
+        self.assertEqual(storages([zeros, zeros.conj(), self.kept]), {})
+        self.assertFalse(_is_plain(zeros))
 
     def test_plan_knows(self):
         self.operators.plan = Plan(detail=True, asked={0: (1, 300), 1: (1, 700)})

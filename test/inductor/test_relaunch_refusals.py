@@ -105,7 +105,8 @@ class TestOfInductor(RefusalTestCase):
 
     def test_all_is_split_off_for_no_known_reason(self):
         """Note [Nobody is left without a graph or a reason]. Operations on streams alone are nothing to launch."""
-        streams, other = (SplitOff(code, "why", "", "", 1) for code in ("split-streams", "split-collective"))
+        rows = (("split-streams", False), ("split-collective", True))
+        streams, other = (SplitOff(code, "why", "", "", launches) for code, launches in rows)
         cases = {(): "split", (other,): "split", (streams,): None, (streams, other): "split"}
         for reasons, expected in cases.items():
             compiled = SimpleNamespace(
@@ -128,6 +129,14 @@ class TestOfInductor(RefusalTestCase):
     def test_part_of_it_is_split_off(self):
         made = self.compiled(lambda x: x.sin().nonzero())
         self.assertEqual((len(made), self.refused()), (1, []))
+
+    def test_zeros_without_memory_are_split_off(self):
+        """A gradient of `sgn` has no address: a graph can't return it, and a capture can't ask for its memory."""
+        made = self.compiled(lambda x, w: (x.sgn(), w @ w), (16, 64), (64, 64), backward=True)
+        self.assertEqual((len(made), self.refused()), (2, []))
+        self.assertEqual(len(self.compiled(lambda x: (x.sgn(), x.sgn().sum()), backward=True)), 1)
+        self.assertEqual(self.refused(), [])
+        self.assertIn("_efficientzerotensor", self.seen.wrappers[-1])
 
     def test_nothing_to_launch_is_no_refusal(self):
         for fn, device in ((torch.t, "cuda"), (torch.sin, "cpu")):

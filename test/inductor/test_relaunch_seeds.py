@@ -17,6 +17,7 @@ from torch._dynamo.test_case import TestCase
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, refusals
+from torch_overlay.testing import compile_only, simulated_gpu
 
 
 NAMES = ["x", "philox_seed", "philox_offset", "dropout_p", "out"]
@@ -209,6 +210,36 @@ def region(args):
 
 class TestSeedsOfARegionInC(Native, TestSeedsOfARegion):
     pass
+
+
+class TestReturnedSeeds(TestCase):
+    def test_caller_gets_them_in_host_memory(self):
+        """As in eager, where their memory has no stream. A backward gets them wherever they are."""
+
+        def attend(q, k, v):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                attention = torch.ops.aten._efficient_attention_forward
+                out, _, seed, *_ = attention(q, k, v, None, None, None, None, None, 0.25, 0, True)
+                y = out.sin()
+            torch.cuda.current_stream().wait_stream(side)
+            return y, seed
+
+        def train(q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+
+        with simulated_gpu():
+            side = torch.cuda.Stream()
+            inputs = [torch.randn(2, 16, 4, 32, device="cuda", requires_grad=True) for _ in range(3)]
+            returned = compile_only(attend, *[x.detach() for x in inputs], mode="reduce-overhead").wrappers[0]
+            trained = compile_only(train, *inputs, mode="reduce-overhead", backward=True).wrappers
+        before_calls, _, calls = returned.partition("def call(self")
+        self.assertNotIn("_efficient_attention_forward.default(", before_calls)
+        recorded = [line.strip() for line in calls.splitlines() if "record_stream" in line]
+        of_host = [line for line in recorded if "buf3.is_cuda: buf3." in line]
+        self.assertEqual((len(recorded), len(of_host)), (3, 2), recorded)
+        for text in trained:
+            self.assertNotIn("_efficient_attention", text.partition("def call(self")[2])
 
 
 class TestOperator(TestCase):

@@ -33,6 +33,11 @@ def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
     return None
 
 
+def makes_lazy_zeros(node: BaseSchedulerNode) -> bool:
+    """True for a node whose result is a tensor of zeros that has no memory, as a gradient of `sgn` is."""
+    return getattr(node.node, "op_overload", None) is torch.ops.aten._efficientzerotensor.default
+
+
 def is_part(output: sched.SchedulerBuffer) -> bool:
     """True for a buffer that is one slice of a concatenation: the other slices are written beside it."""
     layout = getattr(output.node, "layout", None)

@@ -10,6 +10,7 @@ a backward whose forward ran as compiled would hold host addresses. Therefore
    device. That is done where compiled code calls the operator, so it also happens in code without a graph.
 2. A run as compiled shows which inputs of a region are seeds (`noted`). Seeds are not in the region's key, and `Runner`
    moves them to the device before the region is launched.
+3. A caller that gets the seeds gets them in host memory, as in eager: such a forward is split off (`are_returned`).
 Flash attention and cuDNN's attention keep their seeds on the device at all times.
 """
 
@@ -24,12 +25,13 @@ import torch
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
     from types import ModuleType
 
 OPERATORS = ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
 FORWARDS = ("_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
 SEEDS = ("philox_seed", "philox_offset")
+RESULTS = (2, 3)  # the seeds among the results of a forward
 PROBABILITY = "dropout_p"
 
 
@@ -106,6 +108,13 @@ def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Copy a seed to the device, ordered on the current stream. The few bytes of pageable memory are read before this
     returns."""
     return tensor.to(device, non_blocking=True)
+
+
+def are_returned(node: torch.fx.Node, returned: Container[torch.fx.Node]) -> bool:
+    """True for a forward of attention with a seed among what the caller gets."""
+    if getattr(node.target, "namespace", None) != "aten" or node.target._opname not in FORWARDS:  # type: ignore
+        return False
+    return any(user in returned and user.args[1] in RESULTS for user in node.users)
 
 
 def may_be_seed(value: Any) -> bool:

@@ -43,6 +43,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "split-collective": Cause("a collective: its order across ranks is that of the program", ""),
     "split-streams": Cause("an operation on the caller's streams or events", ""),
+    "split-zeros": Cause("a gradient of zeros, which has no memory: nothing is launched for it", ""),
     "split-other": Cause("an operation that Inductor splits off", _MOVE_OUT),
     # What the compiler refuses.
     "inductor": Cause("Inductor made no graph of this code", "its message says what to change"),
@@ -111,6 +112,7 @@ def of_partition(reason: str) -> str:
     """Return the code for Inductor's reason to split an operation off."""
     for begin, code in (
         ("stream operation", "split-streams"),
+        ("zeros without memory", "split-zeros"),
         ("custom partition op", "split-named"),
         ("cross-device", "split-devices"),
         ("Switch ops", "split-control-flow"),

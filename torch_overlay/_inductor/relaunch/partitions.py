@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch import split_off
+from torch_overlay._inductor.relaunch import attention_seeds, split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
 from torch_overlay._inductor.relaunch.causes import of_partition
 from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTROL_FLOW = ("cond", "switch", "while_loop", "while_loop_stack_output", "scan")
+LAUNCH_NOTHING = ("split-streams", "split-zeros")
 SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
 
 
@@ -96,7 +97,7 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
             code, reason = "split-collective", f"a collective: {operator}"
     if operator and operator not in reason:
         reason = f"{reason} ({overload})"
-    return SplitOff(code, reason, operator, _line(node), kernels=code != "split-streams")
+    return SplitOff(code, reason, operator, _line(node), kernels=code not in LAUNCH_NOTHING)
 
 
 def _line(node: Any) -> str:
@@ -120,10 +121,13 @@ def is_control_flow(node: Any) -> bool:
 
 def is_unsafe(node: Any) -> bool:
     """True if an FX node can't be in a graph for a reason that is ours: a collective (`policy`, Note [Collectives]),
-    control flow, or an operator in which a capture failed."""
+    control flow, attention that returns its seeds, or an operator in which a capture failed."""
+    from torch._inductor.virtualized import V
+
     return (
         getattr(node.target, "namespace", None) in COMMUNICATION
         or is_control_flow(node)
+        or attention_seeds.are_returned(node, V.graph.user_visible_output_strides)
         or (bool(split_off.failed()) and name_of(node.target) in split_off.failed())
     )
 

@@ -223,7 +223,7 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
         return "inductor", "; ".join([text, *advice])
     if _is_partitioned(compiled) and not compiled.partition_maps:
         rows = notes.partitions_of(compiled).split_off
-        if rows and all(row.code == "split-streams" for row in rows):
+        if rows and not any(row.kernels for row in rows):
             return None
         reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
         message = f"all of it is split off: {reasons or 'Inductor does not say why'}"

@@ -15,7 +15,7 @@ from torch_overlay import config
 from torch_overlay._inductor import kernel_places
 from torch_overlay._inductor.offload.codegen import is_copy
 from torch_overlay._inductor.schedule_notes import active_region
-from torch_overlay._inductor.scheduler_nodes import stream_operation
+from torch_overlay._inductor.scheduler_nodes import makes_lazy_zeros, stream_operation
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
 from torch_overlay._inductor.streams.planned_region import needs_plan
@@ -70,6 +70,8 @@ def should_partition(original: Callable[..., str | None], scheduler: Any, node: 
     reason = original(scheduler, node)
     if reason == CROSS_DEVICE and is_copy(node) and config.cudagraphs == "relaunch":
         return None  # the host's side is a slab, whose address doesn't change
+    if reason is None and config.cudagraphs == "relaunch" and makes_lazy_zeros(node):
+        return "zeros without memory"  # there is no address that a graph could return
     if reason is None and config.streams:
         return reason_to_cut(scheduler, node)
     return reason

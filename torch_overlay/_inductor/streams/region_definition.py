@@ -6,7 +6,9 @@ import pprint
 import textwrap
 from typing import Any
 
+import torch
 import torch._inductor.config as inductor_config
+from torch._inductor.virtualized import V
 
 
 RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_stream, set_stream"
@@ -39,8 +41,11 @@ def define_region(root: Any, name: str, **fields: Any) -> None:
 
 def record_stream_text(name: str, stream: str) -> str:
     """Return a `record_stream` statement, skipped while capturing: memory of a captured graph isn't reused by the
-    allocator.
+    allocator. Seeds of attention may be in host memory (`relaunch.attention_seeds`).
     """
+    conditions = ["not torch.cuda.is_current_stream_capturing()"] * inductor_config.triton.cudagraphs
+    buffer = V.graph.try_get_buffer(name)
+    if buffer is not None and buffer.maybe_get_dtype() is torch.int64 and buffer.maybe_get_size() == []:
+        conditions.append(f"{name}.is_cuda")
     text = f"{name}.record_stream({stream})"
-    captures = inductor_config.triton.cudagraphs
-    return f"if not torch.cuda.is_current_stream_capturing(): {text}" if captures else text
+    return f"if {' and '.join(conditions)}: {text}" if conditions else text

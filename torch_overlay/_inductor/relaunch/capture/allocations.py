@@ -240,9 +240,9 @@ def _is_tuning(frame: FrameType | None, namespace: dict[str, Any]) -> bool:
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with bytes in a tree of an operator's arguments or results."""
+    """Yield the tensors with memory in a tree of an operator's arguments or results."""
     if isinstance(tree, torch.Tensor):
-        if tree.layout is torch.strided and tree.untyped_storage().nbytes():
+        if tree.layout is torch.strided and tree.untyped_storage().nbytes() and not tree._is_zerotensor():
             yield tree
     elif isinstance(tree, (tuple, list)):
         for leaf in tree:

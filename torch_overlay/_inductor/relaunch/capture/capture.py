@@ -264,7 +264,8 @@ def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True if the tensor's values are those in its memory, at its strides."""
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    is_lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    return tensor.layout is torch.strided and not (tensor.is_quantized or is_lazy)
 
 
 def is_region(value: Any) -> bool:
