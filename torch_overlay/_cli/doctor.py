@@ -88,9 +88,11 @@ def main(argv: list[str]) -> int:
         text = " ".join(program.failure(error, path).split())
         print(f"doctor: {options.target} failed: {text}", file=sys.stderr)
         return 2
-    if not (found.coverage.get("functions") or found.findings or found.ended):
-        print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)
-        return 2
+    status = 0 if not found.ended else 130 if found.ended == program.INTERRUPTED else 2
+    if not found.coverage.get("functions") and not found.findings:
+        why = f"nothing in {options.target} asks for CUDA graphs. {found.first()}"
+        print(f"doctor: {options.target} {found.ended}" if status else f"doctor: {why}", file=sys.stderr)
+        return status or 2
     print(found.to_json() if options.json else found)
     try:
         if options.html:
@@ -99,13 +101,11 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"doctor: no page: {error}", file=sys.stderr)
         return 2
-    if found.ended:
-        return 130 if found.ended == program.INTERRUPTED else 2
-    if options.fail_under is not None and found.share < options.fail_under:
+    if not status and options.fail_under is not None and found.share < options.fail_under:
         wanted = f"{100 * options.fail_under:g} %"
         print(f"doctor: {100 * found.share:.1f} % of launches are in CUDA graphs, under {wanted}", file=sys.stderr)
         return 1
-    return 0
+    return status
 
 
 def share(text: str) -> float:

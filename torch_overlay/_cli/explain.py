@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 SIMULATED = (
     "Simulated: nothing is computed, and numbers that the program reads are made up. Times, and parts of copies that "
-    "are hidden, are estimates from memory traffic and arithmetic at the rates of a data sheet, for a device that never "
-    "waits for its host. Nothing is captured: calls count as if a graph had run them."
+    "are hidden, are estimates from memory traffic and arithmetic at the rates of a data sheet, for a device that "
+    "never waits for its host. Nothing is captured: calls count as if a graph had run them."
 )
 
 

@@ -212,7 +212,8 @@ class Coverage:
         eager = f", {self.kernels_in_eager} are in eager code" if self.eager else ""
         return (
             f"{100 * self.share:.1f} % of {self.kernels_in_graphs + self.kernels_outside} kernel launches{of} are in "
-            f"CUDA graphs{eager}, {self.host_launches} launches by the host; causes of launches outside: {len(self.outside)}"
+            f"CUDA graphs{eager}, {self.host_launches} launches by the host; "
+            f"causes of launches outside: {len(self.outside)}"
         )
 
     def __str__(self) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import operator
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import torch.utils._pytree as pytree
 
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay._inductor.relaunch.causes import CAUSES
+from torch_overlay._inductor.user_lines import is_in_torch
 from torch_overlay.analysis.doctor import eager, remedies, timeline, waits
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, Work
 from torch_overlay.analysis.doctor.timeline import Timeline
@@ -29,7 +32,7 @@ from torch_overlay.testing._simulate import active
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.coverage import Coverage
+    from torch_overlay._inductor.relaunch.coverage import Coverage, Outside
     from torch_overlay.testing import Compiled
 
 TIMED = 40  # steps, of which the fastest counts: others may use the host meanwhile
@@ -257,11 +260,11 @@ def findings_of(
     found = []
     for each in (*coverage.refused, *coverage.outside):
         host, device = times.get((each.code, each.line)) or times.get(each.operator.rpartition(".")[0], (None, None))
-        reads = each.calls / steps if each.code in HOST_READS else 0.0
+        reads = each.calls / steps if _reads(each) else 0.0
         cost = each.kernels / steps, host, device, reads
         found.append(Finding(each.code, each.operator, each.line, each.message, each.remedy, *cost))
     for each in dict.fromkeys(seen.graph_breaks):
-        remedy = "; ".join(each.hints) or CAUSES["graph-break"].remedy
+        remedy = "" if is_in_torch(each.file) else "; ".join(each.hints) or CAUSES["graph-break"].remedy
         found.append(Finding("graph-break", "", f"{each.file}:{each.line}", each.reason, remedy))
     found += _recompiled(seen)
     for line, count in lines.items():
@@ -272,6 +275,13 @@ def findings_of(
             cause = CAUSES["host-wait"]
             found.append(Finding("host-wait", "", line, cause.title, cause.remedy, waits=count / steps))
     return found
+
+
+def _reads(each: Outside) -> bool:
+    """True if the host waits for data in this part of compiled code."""
+    name = re.search(r"incompatible op ([\w.]+)", each.message)
+    tags = getattr(operator.attrgetter(name[1])(torch.ops), "tags", ()) if name else ()
+    return each.code in HOST_READS or not eager.READS.isdisjoint(tags)
 
 
 def _recompiled(seen: Compiled) -> list[Finding]:

@@ -94,9 +94,9 @@ class Trial:
         return f"{self.change}: {effect}, results {self.results}"
 
 
-def _order(work: Work) -> tuple[float, float, int]:
+def _order(work: Work) -> tuple[float, float, int, float]:
     """Where nothing is timed, the less work comes first: a wait costs the host more than a launch."""
-    return work.waits, work.launches, work.graph_breaks
+    return work.waits, work.launches, work.graph_breaks, -work.share
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Diagnosis:
             return 'First: torch.compile(..., mode="reduce-overhead"): nothing that was compiled asks for CUDA graphs.'
         helping = [trial for trial in self.trials if trial.helps]
         if helping:
-            best = min(helping, key=lambda t: (t.ms_after if t.ms_after is not None else 0.0, -t.share_after))
+            best = min(helping, key=lambda t: (t.ms_after or 0.0, _order(t.after or t.before)))
             return f"First: {best}."
         vain = {name for trial in self.trials if not trial.helps for name in _OPTION.findall(trial.change)}
         remedies = [f for f in self.findings if f.remedy and not any(name in f.remedy for name in vain)]
@@ -248,7 +248,7 @@ def _cost(finding: Finding, of_run: bool) -> str:
 
 
 _SIMULATED = (
-    "No GPU: compiled for a simulated one, on which nothing is computed: numbers that the program reads are made up. "
+    "No GPU: compiled for a simulated one. Nothing is computed there, and numbers that the program reads are made up. "
     "What only a capture or a run shows is not here: operators that fail in a capture, numbers that change, waits "
     "inside of operators, times."
 )

@@ -96,7 +96,8 @@ class _Watch(TorchDispatchMode):
             if (launches or waits) and (where := _where()) is not None:
                 if launches:
                     self.seen.launches[where][schema.name] += 1
-                self.seen.waits[where[1]] += waits
+                if waits:
+                    self.seen.waits[where[1]] += 1
         return out
 
 
