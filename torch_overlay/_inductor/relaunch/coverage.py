@@ -357,8 +357,6 @@ def _outside(runner: Runner, kernels: int) -> list[Outside]:
         refused = runner.refusals.get(code)
         message = refused.message if refused is not None else CAUSES[code].title
         operator, line = (refused.operator, refused.line) if refused is not None else ("", "")
-        remedy = CAUSES[code].remedy
-        if code == "warm-up" and count > 1:
-            message, remedy = f"{message}: {count} of them", CAUSES["first-calls"].remedy
+        remedy = CAUSES["first-calls" if code == "warm-up" and count > 1 else code].remedy
         found.append(Outside(code, operator, line or runner.code.source, message, remedy, count, kernels * count))
     return found

@@ -166,6 +166,7 @@ class _Job:
             torch.manual_seed(0)
             for _ in range(1 if self.simulated else self.steps // 2):
                 self.step(run)
+            result: Any = None
             before = counts.coverage()
             with eager.watched() as beside:
                 for _ in range(self.counted):

@@ -71,11 +71,12 @@ class Eager:
         of_operator = Counter[str]()
         for operators in self.launches.values():
             of_operator.update(operators)
-        return {
-            where: tuple(sum(known[o][k] * n / of_operator[o] for o, n in called.items() if o in known) for k in (0, 1))
-            for where, called in self.launches.items()
-            if any(o in known for o in called)
-        }  # type: ignore[return-value]
+        found = {}
+        for where, called in self.launches.items():
+            parts = [(known[o], n / of_operator[o]) for o, n in called.items() if o in known]
+            if parts:
+                found[where] = sum(t[0] * part for t, part in parts), sum(t[1] * part for t, part in parts)
+        return found
 
 
 class _Watch(TorchDispatchMode):
