@@ -380,6 +380,7 @@ lost: after call 1, s1 may read output 0
         self.assertGreater(len(report.traces), len(aligned.traces))
         copies = [op for t in report.traces for op in t.operations if getattr(op, "name", "") == "aten.clone.default"]
         self.assertTrue(copies)
+        self.assertEqual(copies[0].line.partition(": ")[2], "a = x.sin() @ x")
 
     @simulated_gpu()
     def test_loops_over_a_dimension(self) -> None:

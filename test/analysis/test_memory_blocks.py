@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,17 @@ class TestMemoryBlocks(TestCase):
     def test_operator_that_allocates_its_result(self) -> None:
         (found,) = memory_blocks(snapshot(block(512, self.where("torch.ops.aten.topk"))), self.seen)
         self.assertIn("topk(8)", found.line)
+
+    def test_copy_has_its_own_line(self) -> None:
+        with simulated_gpu():
+            host = torch.randn(64, pin_memory=True)
+            self.seen = compile_only(lambda x: (x.sin().sum(), host.to("cuda", non_blocking=True)), host.cuda())
+        self.text = self.seen.wrappers[0]
+        Path(self.path).write_text(self.text)
+        copied = re.search(r"(\w+)\.copy_\(", self.text)[1]
+        at = self.where(f"{copied} = empty_strided")
+        self.assertIn("host.to(", memory_blocks(snapshot(block(512, at)), self.seen)[0].line)
+        self.assertEqual(memory_blocks(snapshot(block(512, at)))[0].line, "")
 
     def test_without_the_compilation_nodes_are_named(self) -> None:
         (found,) = memory_blocks(snapshot(block(512, self.where("torch.ops.aten.topk"))))

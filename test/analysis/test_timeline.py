@@ -479,6 +479,9 @@ def square(side: int = 2048, **kwargs: Any) -> torch.Tensor:
     return torch.randn(side, side, device="cuda", **kwargs)
 
 
+LINE_OF_A_COPY = 'ready.append((batch.to("cuda", non_blocking=True), side.record_event()))'
+
+
 class TestSimulated(TestCase):
     @simulated_gpu()
     def test_branches_run_side_by_side_and_are_joined(self) -> None:
@@ -557,6 +560,33 @@ class TestSimulated(TestCase):
             (copy,) = found.copies
             self.assertEqual((copy.kind, copy.nbytes), (FROM_HOST, 4 << 20))
             self.assertAlmostEqual(copy.duration, 8 + (4 << 20) / 45e3, delta=0.01)
+
+    @simulated_gpu()
+    def test_copies_of_a_prefetch_loop_have_their_own_lines(self) -> None:
+        """Nothing stands above them in generated code, whether in a function of their own or not."""
+
+        def fn(batches: list[torch.Tensor], w: torch.Tensor) -> torch.Tensor:
+            total, ready = torch.zeros((), device="cuda"), []
+            for batch in batches:
+                with torch.cuda.stream(side):
+                    ready.append((batch.to("cuda", non_blocking=True), side.record_event()))
+            for x, event in ready:
+                torch.cuda.current_stream().wait_event(event)
+                total = total + torch.relu(x @ w).sum()
+            return total
+
+        side, w = torch.cuda.Stream(), square(64)
+        batches = [torch.randn(64, 64, pin_memory=True) for _ in range(6)]
+        for mode in (None, "reduce-overhead"):
+            found = timeline(fn, batches, w, mode=mode)
+            self.assertEqual([s.line.partition(": ")[2] for s in found.copies], [LINE_OF_A_COPY] * 6)
+
+    @simulated_gpu()
+    def test_kernels_of_a_module_of_torch_have_its_path(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Sequential(nn.Linear(64, 8))).cuda()
+        found = timeline(model, square(64), backward=True)
+        lines = [own_line(s.line) for s in found.slices if "ones_like" not in s.symbol]
+        self.assertEqual({*lines}, {"0 (Linear)", "1 (ReLU)", "2.0 (Linear)"})
 
     @simulated_gpu()
     def test_backward_without_anything_to_differentiate(self) -> None:
@@ -687,7 +717,12 @@ LINES = {"sin": "net.py:4: x = x.sin()", "y": "net.py:5: y = x @ w", "z": "net.p
 
 
 def compiled(wrapper: str = WRAPPER) -> Any:
-    return mock.Mock(regions=[mock.Mock(wrapper=wrapper, frame=mock.Mock(lines=LINES))])
+    lines, line = [], ""
+    for row in wrapper.split("\n"):
+        if match := re.search(r"Source Nodes: \[(\w+)\]", row):
+            line = LINES[match[1]]
+        lines.append(line)
+    return mock.Mock(regions=[mock.Mock(wrapper=wrapper, lines=lines)])
 
 
 class TestProfile(TestCase):
@@ -747,7 +782,7 @@ class TestProfile(TestCase):
         """A compiled program, and a profile of its CUDA graph: its kernels by stream, all of one launch."""
         with simulated_gpu():
             seen = compile_only(three_branches([torch.cuda.Stream() for _ in range(3)]), square(256))
-        (rows,) = timeline_lines.functions(seen.wrappers[0], seen.regions[0].frame.lines)
+        (rows,) = timeline_lines.functions(seen.wrappers[0], seen.regions[0].lines)
         found: list[dict[str, Any]] = []
         streams: list[str] = []
         for at, row in enumerate(r for r in rows if r.kind == "launch"):

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import form
 from torch_overlay._dynamo import objects
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.timelines.lines import own_line
 from torch_overlay.testing import _mocks, _native, active, compile_only, observe, simulated_gpu
 from torch_overlay.testing._simulate import Simulation
 
@@ -815,6 +816,34 @@ return (cos,)""",
         self.assertEqual(len(seen.wrappers), 2)
         self.assertIn("sin", seen.calls(0))
         self.assertIn("cos", seen.calls(1))
+
+    def test_lines_are_the_users_and_the_text_is_as_unobserved(self):
+        """Kernels of the host are called when a later node has begun."""
+
+        def f(x, h):
+            y = x.sin()
+            k = h * 2
+            return y.to("cpu", non_blocking=True), k
+
+        texts, x, h = [], cuda(8), torch.randn(8)
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            with mock.patch.object(torch._inductor.graph.GraphLowering, "save_output_code", staticmethod(texts.append)):
+                torch.compile(f, mode=mode)(x, h)
+            with observe() as around:
+                (region,) = compile_only(f, x, h, mode=mode).regions
+            self.assertEqual((around.regions[0].wrapper, around.regions[0].lines), (region.wrapper, region.lines))
+            plain, seen = (re.sub(r"\['\d+_", "['N_", text) for text in (texts.pop(0), region.wrapper))
+            self.assertEqual(seen, plain)
+            rows = [*zip(region.wrapper.split("\n"), region.lines, strict=True)]
+            for statement, code in (
+                ("cpp_fused", "k = h * 2"),
+                (".copy_(", 'return y.to("cpu", non_blocking=True), k'),
+                (".run(", "y = x.sin()"),
+            ):
+                (line,) = (line for row, line in rows if statement in row and line)
+                self.assertEqual(own_line(line).partition(": ")[2], code)
+            self.assertEqual({line for row, line in rows if "return " in row}, {""})
 
     def test_plans_and_regions(self):
         s = torch.cuda.Stream()

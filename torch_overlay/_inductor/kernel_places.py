@@ -37,10 +37,16 @@ def mark(lines: list[Any]) -> list[Any]:
 def place_of(node: torch.fx.Node) -> str:
     """Return "model.py:41, layers.0.mlp"; without the module if there is none, and empty if the line is not known."""
     line = os.path.basename(source_line(getattr(node, "stack_trace", None) or "").partition(": ")[0])
-    modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {} if line else {}
-    path, _ = next(reversed(modules.values()), ("", ""))
-    module = re.sub(r"^[LG]\['(\w+)'\]", r"\1", str(path)).removeprefix("self").lstrip(".")  # L['self'].layers.0
-    return f"{line}, {module}" if module else line
+    path, _ = module_of(node) if line else ("", "")
+    return f"{line}, {path}" if path else line
+
+
+def module_of(node: torch.fx.Node) -> tuple[str, str]:
+    """Return path and class of the innermost module that a node comes from, "layers.0" and "Linear"; empty without."""
+    modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, kind = next(reversed(modules.values()), ("", ""))
+    path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", str(path)).removeprefix("self").lstrip(".")  # L['self'].layers.0
+    return path, getattr(kind, "__name__", str(kind))
 
 
 def place_at(path: str, line: int) -> str:

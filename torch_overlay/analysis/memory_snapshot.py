@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 BUFFER, GRAPH, EAGER, UNKNOWN = "compiled code", "CUDA graph", "eager", "no frames"
 _RELAUNCH = os.path.join("_inductor", "relaunch") + os.sep
 _SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
+_BEFORE_A_LAUNCH = re.compile(r"\s*(#|set_stream\(|if multi_stream: set_stream\()")
 _ASSIGNED = re.compile(r"\s*(\w+) = ")
 
 
@@ -86,10 +87,9 @@ def _placed(segment: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> 
 
 class _Reader:
     def __init__(self, seen: Any) -> None:
-        self.lines: dict[str, dict[str, str]] = {}  # text of a generated module -> node -> user's lines
-        for region in seen.regions if seen is not None else ():
-            if region.wrapper is not None and region.frame is not None:
-                self.lines[region.wrapper.strip()] = region.frame.lines
+        regions = seen.regions if seen is not None else ()
+        # text of a generated module -> the user's lines of each of its lines
+        self.lines = {region.wrapper.strip(): region.lines for region in regions if region.wrapper is not None}
         self.modules: dict[str, GeneratedModule | None] = {}
 
     def block(self, segment: Mapping[str, Any], block: Mapping[str, Any]) -> Block:
@@ -124,15 +124,15 @@ class _Reader:
                 with open(file, encoding="utf-8", errors="replace") as opened:
                     text = opened.read()
                 if "async_compile = AsyncCompile()" in text:
-                    self.modules[file] = GeneratedModule(text, self.lines.get(text.strip(), {}))
+                    self.modules[file] = GeneratedModule(text, self.lines.get(text.strip(), ()))
         return self.modules[file]
 
 
 class GeneratedModule:
     """The text of a generated module, split in lines."""
 
-    def __init__(self, text: str, lines: Mapping[str, str]) -> None:
-        self.text, self.lines = text.splitlines(), lines
+    def __init__(self, text: str, lines: Sequence[str]) -> None:
+        self.text, self.lines = text.split("\n"), lines
 
     def allocated(self, number: int) -> tuple[str, str]:
         """Return the buffer that line `number` (from 1) allocates, and the user's lines of its first kernel."""
@@ -151,13 +151,13 @@ class GeneratedModule:
         return name, ""
 
     def label(self, number: int) -> str:
-        """Return the user's lines for the comment above a line, or the names of its nodes if no lines are known."""
-        for text in reversed(self.text[:number]):
+        """Return the user's lines for a line, or the names of the nodes in its own comment if no lines are known."""
+        if self.lines:
+            return self.lines[number - 1]
+        for text in reversed(self.text[: number - 1]):
             if match := _SOURCES.match(text):
-                names = [n for n in match[1].split(", ") if n]
-                known = dict.fromkeys(self.lines[n] for n in names if n in self.lines)
-                return "; ".join(known) or ", ".join(names)
-            if text.startswith(("def ", "class ")):
+                return match[1]
+            if not _BEFORE_A_LAUNCH.match(text):
                 break
         return ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import os
 import re
 import traceback
 from typing import Any, TYPE_CHECKING
@@ -14,6 +13,7 @@ from unittest import mock
 import torch
 
 from torch_overlay.testing import _text
+from torch_overlay.testing._origins import Origins, without_marks
 from torch_overlay.testing._simulate import active
 
 
@@ -40,15 +40,14 @@ class GraphBreak:
 @dataclasses.dataclass(frozen=True)
 class Frame:
     """One graph that Dynamo took from the user's code. `syncs` counts the stream operations that the user wrote there
-    (`wait_stream` is one operation that eager turns into a record and a wait); `objects` are its streams and events;
-    `lines` maps the name of a node of Dynamo's graph to the line where the user wrote it."""
+    (`wait_stream` is one operation that eager turns into a record and a wait); `objects` are its streams and events.
+    """
 
     name: str
     file: str
     line: int
     syncs: collections.Counter[str]
     objects: tuple[Any, ...]
-    lines: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def records(self) -> int:
@@ -67,6 +66,7 @@ class Region:
     kind: str  # "inference", "forward" or "backward"
     nodes: tuple[_text.Node, ...] = ()
     wrapper: str | None = None
+    lines: tuple[str, ...] = ()  # the user's lines of each line of `wrapper`, joined by "; "
     plans: list[Any] = dataclasses.field(default_factory=list)
     copies: Any = None  # of saved activations: offload_log.Copies
     blocking: list[Any] = dataclasses.field(default_factory=list)  # copy_log.BlockingCopy
@@ -129,6 +129,7 @@ class _Observer:
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase
         from torch._inductor import compile_fx
         from torch._inductor.graph import GraphLowering
+        from torch._inductor.utils import ValueWithLineMap
 
         call_backend = OutputGraph.call_user_compiler
         lower = compile_fx.fx_codegen_and_compile
@@ -147,11 +148,14 @@ class _Observer:
             return lower(gm, *args, **kwargs)
 
         def keep_wrapper(graph: Any) -> Any:
-            result = codegen(graph)
+            code, *rest = codegen(graph)
             regions = self.seen.regions
             region = regions[-1] if regions and regions[-1].wrapper is None else self._region()
-            region.wrapper = getattr(result[0], "value", str(result[0]))
-            return result
+            if isinstance(code, ValueWithLineMap):
+                code = without_marks(code)
+                region.lines = code.lines
+            region.wrapper = getattr(code, "value", str(code))
+            return code, *rest
 
         def keep_break(tx: Any, code_options: Any, reason: str, exc: Any) -> None:
             if not exc.logged:
@@ -173,6 +177,7 @@ class _Observer:
                 self.seen.regions[-1].blocking += found
 
         with (
+            Origins().marked(),
             mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
             mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
             mock.patch.object(GraphLowering, "codegen", keep_wrapper),
@@ -213,12 +218,7 @@ def _frame(code: Any, gm: torch.fx.GraphModule) -> Frame:
         objects: tuple[Any, ...] = ()
     else:
         objects = registry.describe()
-    lines = {}
-    for node in gm.graph.nodes:
-        file, line, text = _text._user_line(node)
-        if file:
-            lines[node.name] = f"{os.path.basename(file)}:{line}: {text}"
-    return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects, lines)
+    return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects)
 
 
 def _graph_break(reason: str, exc: Any) -> GraphBreak:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torch_overlay._inductor.kernel_places import module_of
+
 
 # Directories whose frames are not the user's.
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -38,7 +40,21 @@ def _stream(node: torch.fx.Node) -> int | None:
 
 
 def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
-    return innermost_frame(node.stack_trace or "")
+    """Return file, line and code of the user's. If a module of torch is compiled, which no line of the user's calls,
+    the code is the path and the class of the node's module.
+    """
+    file, line, code = innermost_frame(node.stack_trace or "")
+    if file and not file.startswith(TORCH):
+        return file, line, code
+    path, kind = module_of(node)
+    path = path.partition(".")[2]  # without the name that torch's own caller has for the whole
+    return ("", 0, f"{path} ({kind})" if path else kind) if kind else (file, line, code)
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """Return the user's line of a node as "file:number: text", or the path of its module."""
+    file, line, code = _user_line(node)
+    return f"{os.path.basename(file)}:{line}: {code}" if file else code
 
 
 def innermost_frame(stack_trace: str) -> tuple[str, int, str]:

@@ -10,6 +10,7 @@ write through every pointer.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import re
 import types
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.kernel_ranges import Elements
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
-_SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
-
 
 class CheckError(RuntimeError):
     """Raised if the program, or the code generated for it, can't run on the simulated device."""
@@ -44,14 +43,13 @@ class Module:
     def __init__(self, device: SimulatedDevice, text: str, number: int) -> None:
         self.device, self.number = device, number
         self.original = text
-        self._lines: dict[str, str] | None = None
+        self._lines: Sequence[str] | None = None
         self.scope: dict[str, Any] = {}
-        self.labels: list[str] = []
-        self.load(text if device.rewrite is None else device.rewrite(text))
+        self.text = text if device.rewrite is None else device.rewrite(text)
+        self.load(self.text)
 
     def load(self, text: str) -> None:
         source = text.replace("async_compile = AsyncCompile()", "async_compile = _simulated")
-        self.labels = _labels(source)
         self.scope = {
             "_simulated": _Kernels(self.device),
             "_module": self,
@@ -71,18 +69,12 @@ class Module:
 
         return run
 
-    @property
-    def lines(self) -> dict[str, str]:
-        """Map the names of nodes to the user's source lines."""
+    def user_line(self, number: int) -> str:
+        """Return the user's lines of a line of the text."""
         if self._lines is None:
             regions = self.device.seen.regions if self.device.seen is not None else ()
-            frame = next((r.frame for r in regions if r.wrapper == self.original), None)
-            self._lines = {} if frame is None else frame.lines
-        return self._lines
-
-    def user_line(self, line: int) -> str:
-        names = self.labels[line - 1].split(", ") if line <= len(self.labels) else []
-        return "; ".join(dict.fromkeys(self.lines[name] for name in names if name in self.lines))
+            self._lines = _carried(next((r.lines for r in regions if r.wrapper == self.original), ()), self)
+        return self._lines[number - 1]
 
     def call(self, args: list[Any]) -> Any:
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -93,13 +85,13 @@ class Module:
             raise CheckError(f"generated code depends on data, which isn't there: {e}") from e
 
 
-def _labels(text: str) -> list[str]:
-    """Return for each line the node names in the last comment up to it that lists source nodes."""
-    found, label = [], ""
-    for line in text.splitlines():
-        if match := _SOURCES.match(line):
-            label = match[1]
-        found.append(label)
+def _carried(lines: Sequence[str], module: Module) -> Sequence[str]:
+    """Return lines of the module's original for the text that runs, from which `rewrite` may have taken some."""
+    rows, originals = module.text.split("\n"), module.original.split("\n")
+    found = [""] * len(rows)
+    if lines:
+        for first, second, count in difflib.SequenceMatcher(None, originals, rows, False).get_matching_blocks():
+            found[second : second + count] = lines[first : first + count]
     return found
 
 

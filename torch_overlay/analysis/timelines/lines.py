@@ -12,6 +12,7 @@ kernels are known, too, if there is one kernel for each operator, or only one op
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 LAUNCH, RECORD, WAIT = "launch", "record", "wait"
 _RUN = re.compile(r"\b(triton_\w+)\.run\(|\bextern_kernels\.(\w+)\(|\btorch\.ops\.(\w+)\.(\w+)\.\w+\(")
-_SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
 _EVENT = re.compile(r"\b(ev\d+)\.(record|wait)\w*\((stream\w*)\)")
 _STREAM = re.compile(r"\bstream=(\w+)\)")
 _SET_STREAM = re.compile(r"\b(set|restore)_stream\((stream\w*)\)")
@@ -43,24 +43,23 @@ Run = list[tuple[Statement, list[int]]]
 """Statements in order, each with the indices of the work in the profile that it launched."""
 
 
-def functions(wrapper: str, lines: dict[str, str]) -> list[list[Statement]]:
-    """Return the launches, records and waits of each function of a generated module, in order."""
+def functions(wrapper: str, lines: Sequence[str]) -> list[list[Statement]]:
+    """Return the launches, records and waits of each function of a generated module, in order. `lines` has the user's
+    lines of each line of the module.
+    """
     found: list[list[Statement]] = []
-    label, current = "", _CALLERS_STREAM
-    for text in wrapper.splitlines():
-        if match := _SOURCES.match(text):
-            label = match[1]
-        elif text.lstrip().startswith("#"):
+    current = _CALLERS_STREAM
+    for text, line in itertools.zip_longest(wrapper.split("\n"), lines, fillvalue=""):
+        if text.lstrip().startswith("#"):
             continue
         elif _FUNCTION.match(text):
             found.append([])
-            label, current = "", _CALLERS_STREAM
+            current = _CALLERS_STREAM
         elif not found:
             continue
         elif match := _RUN.search(text):
             kernel, extern, space, operator = match.groups()
             name = kernel or (f"aten::{extern}" if extern else f"{space}::{operator}")
-            line = "; ".join(dict.fromkeys(lines[n] for n in label.split(", ") if n in lines))
             explicit = _STREAM.search(text)
             stream = explicit[1].removesuffix("_raw") if kernel and explicit else current
             found[-1].append(Statement(LAUNCH, name, own_line(line), stream))
@@ -81,7 +80,7 @@ class Lines:
         self.modules: list[list[Statement]] = []
         for region in seen.regions if seen is not None else ():
             if region.wrapper is not None:
-                parts = functions(region.wrapper, region.frame.lines if region.frame else {})
+                parts = functions(region.wrapper, region.lines)
                 self.functions += parts
                 self.modules.append([row for part in parts for row in part])
         named: dict[str, set[str]] = {}
@@ -281,7 +280,7 @@ def readable(symbol: str) -> str:
 
 def own_line(lines: str) -> str:
     """Return the last of a kernel's source lines, which wrote its result; the others are those of its inputs."""
-    return re.split(r"; (?=[^\s:;]+:\d+: )", lines)[-1]
+    return re.split(r"; (?=[^\s:;]+:\d+: |[\w.]+ \(\w+\)(?:; |$))", lines)[-1]
 
 
 __all__ = ["argument", "functions", "LAUNCH", "Lines", "RECORD", "Statement", "WAIT"]
