@@ -294,6 +294,12 @@ class TestRefusals(FakeUpstream):
         (self.root / "torchfake" / "upstream.py").unlink()
         self.refused("missing_target", self.seam("plain"))
 
+    def test_a_module_of_another_file_or_of_one_that_is_gone(self) -> None:
+        module = self.load()
+        for file in (__file__, str(self.root / "archive.zip" / "upstream.py"), None):
+            with self.subTest(file=file), mock.patch.object(module, "__file__", file):
+                self.assertIn(f"one from {file}", self.refused("source_changed", self.seam("plain")).found)
+
     def test_a_method_that_moved_to_a_base_class(self) -> None:
         self.load()
         seam = Seam("torchfake.upstream:Child.method", "torchfake_ours:times_ten", "wrap", None, "0" * 16, "a test")

@@ -56,7 +56,7 @@ from torch_overlay.testing import compile_only, simulated_gpu
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 FAST = Link(out=1e6, back=1e6, latency_us=0.0)  # bytes per us: a copy of 1 MB takes 1 us
 MB = 10**6
@@ -71,6 +71,29 @@ def chain(layers: int, us: float = 10.0, size: int = MB) -> Model:
     backward = [Step(f"b{i}", us, {f"g{i}": size}, frozenset({f"a{i}", f"g{i + 1}"})) for i in reversed(range(layers))]
     saved = {f"a{i}": size for i in range(layers)}
     return Model(forward, backward, saved, ["g0"], [Candidate(name, size) for name in saved])
+
+
+def layers(
+    rows: Sequence[tuple[float, int, int]], again: Mapping[int, tuple[float, int]] = {}, at_once: bool = False
+) -> Model:
+    """A chain of layers with (us, MB that it saves, MB of its gradient). `again`: time and source of recomputations."""
+    saved = {f"a{i}": size * MB for i, (_, size, _) in enumerate(rows)}
+    forward = [
+        Step(f"f{i}", us, {f"a{i}": saved[f"a{i}"]}, frozenset({f"a{i - 1}"} if i else ()))
+        for i, (us, _, _) in enumerate(rows)
+    ]
+    backward = [
+        Step(f"b{i}", us, {f"g{i}": size * MB}, frozenset({f"a{i}", f"g{i + 1}"}))
+        for i, (us, _, size) in reversed([*enumerate(rows)])
+    ]
+    recomputed = {f"a{i}": Recompute(us, frozenset({f"a{source}"})) for i, (us, source) in again.items()}
+    candidates = [Candidate(name, size, again=recomputed.get(name)) for name, size in saved.items()]
+    return Model(forward, backward, saved, ["g0"], candidates, at_once)
+
+
+def slow_back(us: float) -> Link:
+    """A copy of 1 MB takes 1 us to the host, and more back."""
+    return Link(out=1e6, back=MB / us, latency_us=0.0)
 
 
 class TestPlan(TestCase):
@@ -217,6 +240,28 @@ class TestPlan(TestCase):
             for c in model.candidates
         ]
         self.assertEqual(len(choose(model, 6 * MB, slow).recomputed), 1)
+
+    def test_copy_that_would_take_longer_than_its_slack_comes_later(self) -> None:
+        """The larger value has more slack, but not enough for its copy back, whose direction is the slower one."""
+        model = layers([(5, 4, 0), (5, 2, 0), (50, 1, 1)], at_once=True)
+        self.assertEqual(choose(model, 7 * MB, slow_back(30)).chosen, ("a1",))
+
+    def test_something_is_copied_even_if_recomputation_alone_would_do(self) -> None:
+        """Without a copy there is no offload."""
+        model = layers([(10, 1, 0), (10, 1, 0), (10, 1, 1)], {1: (1.0, 0)})
+        self.assertTrue(choose(model, 3 * MB, slow_back(30)).chosen)
+        model = layers([(5, 4, 0), (5, 2, 0), (50, 1, 1)], {1: (5.0, 0), 2: (1.0, 1)}, at_once=True)
+        self.assertTrue(choose(model, 7 * MB, slow_back(30)).chosen)
+
+    def test_what_the_user_asked_for_is_copied_where_a_recomputation_would_do_instead(self) -> None:
+        model = layers([(5, 1, 0), (5, 4, 1), (5, 2, 1), (10, 4, 0)], {1: (0.5, 0), 2: (0.5, 1), 3: (0.5, 0)})
+        model.candidates = [dataclasses.replace(c, must=c.name in ("a0", "a1")) for c in model.candidates]
+        self.assertEqual(choose(model, 10 * MB, slow_back(100)).chosen, ("a0", "a1"))
+
+    def test_what_a_recomputation_reads_stays(self) -> None:
+        again = {1: (5.0, 0), 2: (1.0, 1), 3: (5.0, 0)}
+        found = choose(layers([(10, 1, 1), (10, 1, 1), (10, 1, 0), (5, 1, 0)], again), 0, slow_back(100))
+        self.assertEqual(found.recomputed, ("a2",))
 
     def test_least_peak_is_what_can_be_had(self) -> None:
         found = choose(chain(8), 0, FAST)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import operator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor.test_case import TestCase
 from torch.fx import Graph, Node
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
-from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream
+from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream, record_inputs, result_memory
 from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay.analysis import check
@@ -152,6 +156,53 @@ class TestMemory(TestCase):
             (ForeignRead(1, "freed"), ForeignRead(2, "freed")),
         )
         self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1), {}), ())
+
+    def test_of_results_that_were_updated(self) -> None:
+        """Their readers know the memory that the graph returns, but not what an update has made of it."""
+        made = self.node(aten.mm.default, self.x, self.x, stream=1, eager_storage=(("mm", 1),))
+        read = self.node(aten.mul.Tensor, made, 2)
+        for makers, life in (({made}, "freed"), ({made, read}, "other")):
+            self.assertEqual(foreign_reads(read, {("mm", 1): makers}), (ForeignRead(1, life),))
+
+    def record(self, value: Node, stream: int) -> Node:
+        return self.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
+
+    def streams_of(self, result: Node) -> list[tuple[int, ...]]:
+        output = self.graph.output((result,))
+        output.meta["desc"] = [PlainAOTOutput(0)]
+        return [found.streams for found in result_memory(output, (1, 2))]
+
+    def test_of_results_that_were_recorded(self) -> None:
+        """What was recorded for the memory before the last update holds for the memory after it."""
+        known = {"stream": 1, "eager_storage": (("mm", 1),)}
+        made = self.node(aten.mm.default, self.x, self.x, **known)
+        self.record(made, 2)
+        updated = self.node(aten.add.Tensor, made, 1, written="add_", **known)
+        self.record(updated, 3)
+        self.assertEqual(self.streams_of(updated), [(1, 2)])
+
+    def test_of_results_that_live_on_after_a_graph_break(self) -> None:
+        made = self.node(aten.mm.default, self.x, self.x, stream=1)
+        view = self.node(aten.permute.default, made, [1, 0], stream=2)
+        updated = self.node(aten.add.Tensor, made, 1, stream=2, written="add_")
+        goes_on = mock.patch.object(registry, "current", return_value=SimpleNamespace(goes_on=True))
+        with goes_on, mock.patch.object(registry, "describe", return_value=()):
+            self.assertEqual([self.streams_of(result) for result in (view, updated)], [[(1,)], [(1, 2)]])
+
+    def test_recorded_input_is_named_itself(self) -> None:
+        """Whether the update, the value that is written back, or only its storage is known."""
+        self.x.meta["val"] = None
+        storage = (("x", None),)
+        recorded = [self.record(self.node(aten.add.Tensor, self.x, 1, stream=1, written="add_"), 1)]
+        value = self.node(aten.mul.Tensor, self.x, 2, stream=1)
+        earlier, later = (self.node(aten.mul.Tensor, self.x, k, stream=1, eager_storage=storage) for k in (3, 4))
+        recorded += [self.record(value, 1), self.record(earlier, 1)]
+        for written in (value, later):
+            self.graph.call_function(aten.copy_.default, (self.x, written))
+        other = self.node(aten.mul.Tensor, self.x, 5, stream=1)
+        recorded.append(self.record(other, 1))
+        record_inputs(self.graph)
+        self.assertEqual([record.args[0] for record in recorded], [self.x, self.x, self.x, other])
 
 
 @torch.library.custom_op("overlay_test::twice", mutates_args=())

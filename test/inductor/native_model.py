@@ -505,6 +505,8 @@ class PythonBlocks:
 
 
 class PythonShared:
+    launches = None
+
     def __init__(self, nodes: int) -> None:
         self.holder: list[Any] = [None] * nodes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import threading
 import weakref
@@ -257,6 +258,34 @@ def region(args):
         for size, least in zip(taken, need, strict=True):
             self.assertLessEqual(least, size)
             self.assertLess(size, least + 2048)
+
+    def test_memory_lives_as_long_as_in_the_capture_that_frees_it_later(self):
+        source = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    a = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(x, a, 2, n * m, stream=0)
+    hold(a)
+    del a
+    b = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(x, b, 3, n * m, stream=0)
+    hold(None)
+    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(b, out, 5, n * m, stream=0)
+    return (out,)
+"""
+        for captures, bins in ((), 1), ((2,), 2), ((4,), 2):  # of the calls of `hold`; two are a run
+            held, calls = [None], itertools.count()
+
+            def hold(tensor, held=held, calls=calls, captures=captures):
+                held[0] = tensor if next(calls) in captures else None
+
+            run = self.runner(source, **self.kernels(), hold=hold)
+            for n, m in ((3, 5), (7, 2)):
+                self.call(run, n, m, lambda x, n, m: (15 * x,))
+            self.assertEqual(run.any_size.describe(run), "one graph serves any size")
+            self.assertEqual(self.device.arrangements[-1].layout.scratch_size, 512 * bins)
 
     def keep(self, size):
         self.kept = torch.full((size + 64,), 0x5A, dtype=torch.uint8)

@@ -171,6 +171,15 @@ class TestInC(TestCase):
         kinds = [[line[0] for line in self.run_at(other, x)] for _ in range(2)]
         self.assertEqual(kinds, [["run"] * 5, ["kernel", "kernel", "launch"]], "two of five hold otherwise")
 
+    def test_executable_that_other_kernels_were_launched_beside(self):
+        """It held all of the last launch but one, and no longer does."""
+        _, _, call = self.pair()
+        x, y = torch.zeros(4), torch.zeros(4)
+        for _ in range(4):
+            self.run_at(call, x)
+        kinds = [[line[0] for line in self.run_at(call, y)] for _ in range(3)]
+        self.assertEqual(kinds, [["run"] * 2] * 2 + [["kernel"] * 2 + ["launch"]])
+
     def test_executable_that_the_driver_does_not_set(self):
         _, _, call = self.pair()
         x = torch.zeros(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import torch
 from relaunch_case import host, RelaunchTestCase
@@ -14,6 +15,7 @@ import torch_overlay
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff
+from torch_overlay._inductor.relaunch.states import States
 from torch_overlay.testing import simulated_gpu
 
 
@@ -111,6 +113,14 @@ class TestCounts(RelaunchTestCase):
         self.assertEqual(run.launched(), 8)
         run.forget()
         self.assertEqual(run.launched() + sum(run.outside.values()), 12)
+
+    def test_graphs_that_were_replaced_are_counted(self):
+        states = States(4, 0)
+        for launches in (3, 2):
+            states.set_graph(states.of(()), SimpleNamespace(totals=[launches]))
+        self.assertEqual(states.launched(), 5)
+        states.forget()
+        self.assertEqual(states.launched(), 5)
 
     def test_refusal_has_its_text_and_remedy(self):
         run = self.compiled()

@@ -176,6 +176,16 @@ class TestLives(unittest.TestCase):
         self.assertEqual(lives.life(address, 32).freed, lives.life(b.data_ptr(), 32).made)
         self.assertNotIn(address, lives.remaining())
 
+    def test_longest_life_of_two_captures(self):
+        life = Life(8, made=2, freed=5)
+        for other, longest in (
+            (Life(16, 2, 5), Life(16, 2, 5)),
+            (Life(8, 1, 5), Life(8, 1, 5)),
+            (Life(8, 2, 7), Life(8, 2, 7)),
+            (Life(8, 2, None), Life(8, 2, None)),
+        ):
+            self.assertEqual((life.either(other), other.either(life)), (longest, longest))
+
     def test_what_was_there_before(self):
         lives = Lives()
         a = torch.empty(8)
@@ -379,6 +389,8 @@ class TestStages(RelaunchTestCase):
         self.assertGreater(len(self.stages()), 2)
         self.assertEqual(self.counted("captures"), 1)
         self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
+        for stage in self.stages():  # scratch of one stage alone is passed to no other
+            self.assertTrue(set(stage.gives).isdisjoint(stage.drops))
 
     def test_graph_that_the_driver_cannot_cut(self):
         """It is launched as a whole, with all its slabs."""
@@ -486,6 +498,7 @@ class TestStages(RelaunchTestCase):
         ends = {slot: k for k, stage in enumerate(stages) for slot in stage.drops}
         pairs = [(k, ends[slot]) for k, slot in crossing]
         self.assertEqual(len(pairs), len(set(pairs)))
+        self.assertGreater(len(pairs), 1, "each slab goes after the last stage of its pieces")
         sizes = [stages[k].layout.storages[stages[k].gives.index(slot)].size for k, slot in crossing]
         self.assertGreater(sum(sizes) // (64 * 64 * 4), len(pairs))
         self.assertEqual(self.counted("relaunches"), 5 * len(stages))
@@ -572,6 +585,30 @@ class TestStages(RelaunchTestCase):
             inputs[0] = torch.empty(64 * 64 + 1)[1:].view(64, 64).copy_(inputs[0])  # of the last stage
             expected = backward_expected(inputs)
             self.assertEqual(list(run(inputs)), expected)
+
+    def test_inputs_that_somebody_else_holds_are_not_freed(self):
+        """Then stages save little."""
+        for is_held in (False, True):
+            run, held = self.backward(), []
+            with mock.patch.object(arrange, "GAIN", 3 * 64 * 64 * 4):
+                for _ in range(3):
+                    inputs = backward_inputs()
+                    held += inputs[:8] if is_held else ()
+                    run(inputs)
+            self.assertEqual(bool(self.stages()), not is_held)
+
+    def test_stages_save_no_less_than_the_gain(self):
+        with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
+            run = self.backward()
+            for _ in range(2):
+                run(backward_inputs())
+        at_once, cut = [arrange.need_of(*call.args) for call in need_of.mock_calls]
+        for more, are_cut in ((0, True), (1, False)):
+            run = self.backward()
+            with mock.patch.object(arrange, "GAIN", at_once - cut + more):
+                for _ in range(2):
+                    run(backward_inputs())
+            self.assertEqual(bool(self.stages()), are_cut)
 
     def test_static_input_that_moves(self):
         run = self.backward(static=[8])

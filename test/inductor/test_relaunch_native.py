@@ -30,6 +30,7 @@ from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import native_read
 from torch_overlay._inductor.relaunch.launch import native, native_call
+from torch_overlay._inductor.relaunch.launch.blocks import make_blocks
 from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, PointerSlot, Refusal, Segment
 
@@ -539,6 +540,20 @@ class ExecTests(DriverCase):
             {0x1000: [word(0x7010).hex(), word(0x9000).hex(), "05000000"], 0x1001: [word(0x9020).hex()]},
         )
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
+
+    def test_after_an_error_another_graph_of_the_executable_sets_every_node(self):
+        """The nodes of the graph that failed have in their blocks what the executable doesn't hold."""
+        shared = self.module.Shared(2)
+        nodes, slots = [kernel(0, word(1)), kernel(1, word(2))], [PointerSlot(k, 0, 0, 0, 0) for k in (0, 1)]
+        one, other = (make_blocks(self.module, 0xE0, nodes, slots, 1, (), shared) for _ in range(2))
+        other.patch([0x9000])
+        one.patch([0x7000])
+        driver.fail("cuGraphExecKernelNodeSetParams", INVALID)
+        with self.assertRaisesRegex(RuntimeError, r"at node 0 \(kernel_0\)"):
+            one.patch([0x9000])
+        self.set()
+        other.patch([0x9000])
+        self.assertEqual(self.set(), {0x1000: [word(0x9000).hex()], 0x1001: [word(0x9000).hex()]})
 
     def test_bases_of_a_failed_call_are_remembered(self):
         """A later call may leave out what this one gave: the pointer slots of all regions are written again."""

@@ -6,6 +6,7 @@ import math
 import operator
 import struct
 
+import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
 from relaunch_case import Native, RelaunchTestCase
@@ -483,6 +484,19 @@ class TestNumbersInC(Native, TestNumbers):
                 continue
             (got,) = fn([x, n, m])
             self.assertEqual(got.view(torch.int64), want.view(torch.int64), f"{text} for {n}, {m}")
+
+    def test_after_an_error_of_the_driver_a_node_with_numbers_alone_is_set_again(self):
+        source = REGION.replace("    return", "    note.run({0}, stream=0)\n    return").format("n")
+        noted = []
+        note = Kernel(self.device, noted.append, "n", "l")
+        fn = self.runner(source, numbers=[1], scale=self.scale(), note=note)
+        x = torch.arange(4, dtype=torch.float64)
+        for n in (1, 2):
+            fn([x, n])
+        relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1)
+        with self.assertRaisesRegex(RuntimeError, "cuGraphExecKernelNodeSetParams"):
+            fn([x, 3])
+        self.assertEqual((fn([x, 3])[0], noted[-1]), (x * 3, 3))
 
 
 class TestNumbersInTheKeyInC(Native, TestNumbersInTheKey):

@@ -478,8 +478,11 @@ class TestWithRepeats(TestCase):
 
     def test_workspace_lives_until_the_call_that_was_left_out(self):
         self.assertEqual(self.expand()[2], [*self.lives[:4], Life(1 << 12, 2, 8)])
-        self.lives[4] = Life(1 << 12, 2, None)
-        self.assertEqual(self.expand()[2], self.lives)
+        self.lives[4] = Life(1 << 12, 2, 7)  # it was freed at the time of the call
+        self.assertEqual(self.expand()[2], [*self.lives[:4], Life(1 << 12, 2, 8)])
+        for freed in (8, None):
+            self.lives[4] = Life(1 << 12, 2, freed)
+            self.assertEqual(self.expand()[2], self.lives)
 
     def test_copies_of_a_node_are_launched_as_early(self):
         self.assertEqual(self.expand(partial=((2, 0),))[0].partial, ((2, 3), (4, 0)))
@@ -490,6 +493,9 @@ class TestWithRepeats(TestCase):
             self.expand(edges=((0, 1),))
         places, self.places = self.places, [self.places[0]] * 2
         with self.assertRaisesRegex(Differs, "share their memory"):
+            self.expand()
+        self.places = [places[0], dataclasses.replace(places[1], address=self.AT[1] + 60)]  # it ends at the pointer
+        with self.assertRaisesRegex(Differs, "beside one of its tensors"):
             self.expand()
         self.places, self.repeat = places, self.repeat._replace(addresses=(self.AT[2], self.AT[3] + (1 << 14)))
         with self.assertRaisesRegex(Differs, "in no region"):

@@ -10,15 +10,19 @@ from unittest import mock
 import torch
 from torch._dynamo.test_case import TestCase
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import form
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor.relaunch.coverage import coverage
 from torch_overlay._inductor.relaunch.rewrites import resident
-from torch_overlay._inductor.relaunch.rewrites.graph import Resident, rewrite
+from torch_overlay._inductor.relaunch.rewrites.graph import LARGEST, Resident, rewrite
 from torch_overlay._inductor.relaunch.rewrites.resident import MOST_CHANGES, Residents
 from torch_overlay.testing import simulated_gpu
+
+
+aten, put = torch.ops.aten, torch.ops.prims.device_put.default
 
 
 class TestGraphs(TestCase):
@@ -140,6 +144,53 @@ class TestGraphs(TestCase):
                 self.assertEqual([row.position for row in found.resident], kept)
                 self.assertEqual(changed[1].device.type, "cuda" if kept else "cpu")
 
+    def kinds(self, inputs, build):
+        """Return what is rewritten in a graph of these inputs; `build(call, *inputs)` calls its operators."""
+        graph = torch.fx.Graph()
+
+        def node(made, value):
+            made.meta["val"] = value
+            return made
+
+        def call(target, *args):
+            values = tree_map_only(torch.fx.Node, lambda n: n.meta["val"], args)
+            return node(graph.call_function(target, args), target(*values))
+
+        with simulated_gpu(), FakeTensorMode():
+            values = inputs()
+            graph.output((build(call, *[node(graph.placeholder(f"x{k}"), v) for k, v in enumerate(values)]),))
+            found, _ = rewrite(torch.fx.GraphModule({}, graph), values)
+        return [kind for kind, _ in found.made]
+
+    def test_round_trip_to_another_device_is_left(self):
+        for back, kinds in (("cuda:0", ["round-trip"]), ("cuda:1", [])):
+            found = self.kinds(
+                lambda: [torch.empty(4, device="cuda:0")],
+                lambda call, x, back=back: call(put, call(put, x, torch.device("cpu")), torch.device(back)),
+            )
+            self.assertEqual(found, kinds)
+
+    def test_mask_is_no_index(self):
+        for dtype, kinds in ((torch.int64, ["index", "resident"]), (torch.bool, [])):
+            inputs = [(4, torch.float32, "cuda:0"), (4, dtype, "cpu"), (1, torch.float32, "cuda:0")]
+            found = self.kinds(
+                lambda inputs=inputs: [torch.empty(n, dtype=t, device=device) for n, t, device in inputs],
+                lambda call, x, rows, value: call(aten.index_put.default, x, [rows], value),
+            )
+            self.assertEqual(found, kinds)
+
+    def test_input_of_two_devices_with_gaps_or_of_complex_numbers_is_left(self):
+        def copied(devices=("cuda:0",), dtype=torch.float32, step=1):
+            return self.kinds(
+                lambda: [torch.empty(8, dtype=dtype)[::step]],
+                lambda call, h: [call(put, h, torch.device(device)) for device in devices][0],
+            )
+
+        self.assertEqual(copied(), ["resident"])
+        self.assertEqual(copied(("cuda:0", "cuda:1")), [])
+        self.assertEqual(copied(dtype=torch.complex64), [])
+        self.assertEqual(copied(step=2), [])
+
     def test_none_without_graphs(self):
         with simulated_gpu():
             x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
@@ -220,6 +271,14 @@ class TestResidents(TestCase):
             found = self.given(a, b)[0]
             self.assertEqual((found.dtype, found.stride()), (a.dtype, a.stride()))
             self.assertEqual(self.residents.copies, n + 1)
+
+    def test_what_bytes_or_a_small_copy_do_not_show_is_not_kept(self):
+        self.patch("_plain_copy", lambda tensor, device: tensor.clone())
+        a, b = torch.arange(4.0), torch.zeros(2)
+        kept = self.given(a, b)[0]
+        for value in (torch._neg_view(a), torch.arange(8.0)[::2], torch.zeros(LARGEST // 4 + 1)):
+            self.assertEqual(self.given(value, b)[0], value)
+            self.assertIs(self.given(a, b)[0], kept)
 
     def test_streams_have_their_own(self):
         a, b = torch.arange(4.0), torch.zeros(2)

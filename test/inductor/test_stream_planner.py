@@ -341,6 +341,29 @@ free r (stream 2) after exit""",
         )
         self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((2, 0),))])
 
+    def test_a_record_before_which_its_stream_waits_for_nothing_new_frees_no_block(self):
+        plan = self.plan(
+            Op("record_event", 1, requires=tokens_of("e5.0"), rerecords=token_of("e5")),
+            Op("record_event_1", 1, requires=tokens_of("e5.1"), rerecords=token_of("e5")),
+            Op("write", 0, writes=frozenset("b")),
+            buffers=[Buffer("b", 1)],
+        )
+        self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(ENTRY, 1, ((2, 0),))])
+
+    def test_streams_that_are_after_all_that_the_callers_is_after(self):
+        fork = tokens_of("s0")
+        record = Op("record_event", 0, requires=tokens_of("e5.0"), rerecords=token_of("e5"))
+        side = Op("side", 1, after=fork)
+        late = Op("a", 1), Op("b", 0, order_after=frozenset("a")), Op("c", 1), Op("d", 2, order_after=frozenset("b"))
+        for ops, known, streams in (
+            ((record, side), {}, {1}),  # a record is no work
+            ((Op("a", 0), side), {}, set()),
+            ((side, Op("a", 0, blocking=True)), {}, {1}),  # what comes next comes after the host's wait
+            ((record,), {1: fork}, {1}),
+            (late, {}, {2}),
+        ):
+            self.assertEqual(plan_streams(ops, known=known).after_caller, streams, ops)
+
 
 class TestBruteForce(unittest.TestCase):
     def test_the_check_sees_a_missing_wait(self):

@@ -244,7 +244,6 @@ void leave_listed(Blocks *self, size_t count) {
 Py_ssize_t set_listed(Blocks *self, size_t count) {
     leave_listed(self, count); /* until they are set */
     self->stale = 1;
-    if (self->shared) self->shared->last = NULL;
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
         if (node_set(node, self->exec)) return -1;

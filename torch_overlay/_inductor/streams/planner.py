@@ -319,13 +319,13 @@ class _Planner:
 
     def after_caller(self) -> frozenset[int]:
         caller, host = self.clock(CALLER), self.clock(HOST)
-        launched = [(s, i) for s, last in caller.seen.items() if s != HOST for i in self.on_stream[s] if i <= last]
+        launched = [(s, i) for s, last in caller.seen.items() for i in self.on_stream[s] if i <= last]
         launched = [(s, i) for s, i in launched if not self.ops[i].rerecords]
 
         def is_after(stream: int) -> bool:
             clock = self.clock(stream).copy()
             clock.join(host)
-            return caller.tokens - {state(stream)} <= clock.tokens and self.covers_all(clock, launched)
+            return caller.tokens <= clock.tokens and self.covers_all(clock, launched)
 
         return frozenset(s for s in {*self.clocks, *self.known} - {CALLER, HOST} if is_after(s))
 

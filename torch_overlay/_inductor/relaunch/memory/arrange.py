@@ -17,8 +17,8 @@ the scratch allocations that live across a cut, and outputs that are views of st
 same first and last stage share a slab: a backward that leaves the gradients of weights for later has more than a
 hundred, and each allocation takes the host time.
 
-A region with outputs in a slab, or whose graph uses random number generators, is not cut: torch's graph launch advances
-the generators once for a whole graph.
+A region whose graph uses random number generators is not cut: torch's graph launch advances the generators once for a
+whole graph. A backward has no outputs in a slab: these are what a forward saves.
 """
 
 from __future__ import annotations
@@ -114,16 +114,16 @@ class Proven:
 
 def arrange(proven: Proven, starts: Sequence[int] = ()) -> Arrangement:
     """Return the arrangement of a proven capture. `starts`: where to cut it, if that is given."""
-    layout, pieces = proven.layout, proven.pieces
+    pieces = proven.pieces
     if sum(proven.lives[p].size for p in pieces) <= SMALL and not proven.stages:
         return _whole(proven, *_one_by_one(proven))
     pointer_slots = [(s.node, s.region) for s in proven.template.slots if s.region != FIXED]
     order = Order(len(proven.template.nodes), proven.edges, proven.lives, pointer_slots)
     spans = [order.span(r) for r in range(len(proven.lives))]
-    if starts and proven.stages and not layout.saved_size:  # there are executables of the stages, so nothing is packed
+    if starts and proven.stages:  # there are executables of the stages, so nothing is packed
         return _Cut(proven, _whole(proven, *_one_by_one(proven)), order, spans, starts).arrangement()
     whole = _whole(proven, *order.pack(pieces))
-    if not proven.stages or layout.saved_size:
+    if not proven.stages:
         return whole
     held = _held(proven, spans, order)
     length = len(order.order)

@@ -40,6 +40,7 @@ LARGEST = 1 << 20  # bytes of an input that is kept: they are compared at each c
 aten, prims = torch.ops.aten, torch.ops.prims
 INDEXING = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default)
 POSITIONS = (torch.int32, torch.int64)  # other types of indices are masks
+COPIES = (aten.copy.default, prims.device_put.default)
 # Operators that change the shape of a tensor, and not a value.
 SHAPES = (
     *(aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default),
@@ -184,8 +185,6 @@ def _keep_round_trips(gm: GraphModule) -> Iterator[Rewrite]:
         origin = source.args[0]
         if not _is_on_device(origin) or _value(origin).device != _value(node).device:
             continue
-        if tuple(_value(origin).stride()) != tuple(_value(source).stride()):
-            continue
         with gm.graph.inserting_before(node):
             stayed = origin
             for shape in reversed(shapes):
@@ -216,7 +215,9 @@ def _device_of_uses(node: Node) -> torch.device | None:
     for user in node.users:
         if user.op == "output":
             continue
-        if not _is_on_device(user) or not (_copies(user, node) or (not value.dim() and _is_scalar_of(user, node))):
+        # A pointwise operator reads a tensor of no dimensions as it reads a number.
+        is_scalar = not value.dim() and torch.Tag.pointwise in getattr(user.target, "tags", ())
+        if not _is_on_device(user) or not (user.target in COPIES or is_scalar):
             return None
         devices.add(_value(user).device)
     return devices.pop() if len(devices) == 1 else None
@@ -228,20 +229,6 @@ def _may_be_kept(value: torch.Tensor) -> bool:
     if not torch._prims_common.is_non_overlapping_and_dense_or_false(value):
         return False
     return 0 < optimization_hint(value.numel(), fallback=LARGEST) * value.dtype.itemsize <= LARGEST
-
-
-def _copies(user: Node, node: Node) -> bool:
-    """True if an operator copies the input to the device, and does nothing else with it."""
-    if user.target is aten.copy.default:
-        return node not in (user.args[0], *user.kwargs.values())
-    return user.target is prims.device_put.default
-
-
-def _is_scalar_of(user: Node, node: Node) -> bool:
-    """True if a pointwise operator on the device reads a tensor of no dimensions as it reads a number."""
-    tags = getattr(user.target, "tags", ())
-    others = [a for a in user.all_input_nodes if a is not node]
-    return torch.Tag.pointwise in tags and any(map(_is_on_device, others))
 
 
 def _move(gm: GraphModule, node: Node, device: torch.device) -> tuple[int, ...]:

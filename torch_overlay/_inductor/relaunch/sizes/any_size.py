@@ -145,8 +145,6 @@ class _Arranger:
         self.lives = [x.either(y) for x, y in zip(first.lives, second.lives, strict=True)]
         self.results: dict[Expression, Result] = {}
         self.derived: dict[tuple[int, Result], int] = {}  # -> region
-        if self.layout.saved_size or any(delta for _, delta in first.places):
-            _escape("outputs share memory")
 
     def arrangement(self) -> tuple[Arrangement, Sized]:
         layout = self.layout
