@@ -10,6 +10,7 @@ import random
 import unittest.mock
 from typing import Any, TYPE_CHECKING
 
+import pytest
 import torch
 from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -74,7 +75,7 @@ class TestComparison(TestCase):
             return shifted
 
         build, case = gpu.build, Case("add", "forward", "float32", DEFAULT)
-        with unittest.mock.patch.object(gpu, "build", another), self.assertRaisesRegex(gpu.Mismatch, "^call 0, result"):
+        with unittest.mock.patch.object(gpu, "build", another), pytest.raises(gpu.Mismatch, match=r"^call 0, result"):
             gpu.check(case, "cpu", compiled=False)
 
     def test_what_nobody_defines_is_not_compared(self) -> None:

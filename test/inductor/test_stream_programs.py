@@ -66,6 +66,27 @@ class TestGenerator(TestCase):
             for wide in (False, True):
                 compile(write(random_spec(2, number, wide)).text, "drawn", "exec")
 
+    def test_views_by_call_complex_numbers_lists_and_out_are_drawn(self) -> None:
+        texts = [write(random_spec(2, number)).text for number in range(300)]
+        words = (
+            "permute",
+            "unbind",
+            ".split(",
+            "view(torch.int32)",
+            "view_as_complex",
+            "view_as_real",
+            ".real",
+            ".imag",
+        )
+        for word in (*words, ".conj()", "_foreach_add(", "_foreach_sub_(", "both(", "out="):
+            self.assertGreater(sum(word in text for text in texts), 2, word)
+
+    def test_complex_inputs_begin_where_their_view_may(self) -> None:
+        """A misaligned input that is viewed as complex lies an even number of elements off, any other an odd one."""
+        drawn = [write(dataclasses.replace(random_spec(2, number), misaligned=True)) for number in range(300)]
+        offsets = {w.misaligned for w in drawn if "view_as_complex" in w.text and not w.random}
+        self.assertEqual((offsets, {w.misaligned for w in drawn if w.random} <= {0}), ({2}, True))
+
     def test_same_number_same_program(self) -> None:
         self.assertEqual(write(random_spec(3, 5)), write(Spec.of_data(random_spec(3, 5).as_data())))
         self.assertNotEqual(random_spec(3, 5), random_spec(3, 6))

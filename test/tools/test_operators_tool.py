@@ -10,10 +10,11 @@ import form
 
 
 sys.path.insert(0, str(form.ROOT / "tools"))
+from torch.testing._internal.common_utils import TestCase
+
 import operators as tool
 import worker_pool
 from operator_programs import Case, DEFAULT, GRAPHS
-from torch.testing._internal.common_utils import TestCase
 
 
 class Answers:

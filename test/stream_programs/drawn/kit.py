@@ -147,7 +147,7 @@ def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
 
 double, both, add_to = (getattr(torch.ops.overlay_test, name) for name in ("double", "both", "add_to"))
 
-SCOPE = {
+SCOPE: dict[str, Any] = {
     "torch": torch,
     "F": F,
     "double": double,

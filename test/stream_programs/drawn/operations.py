@@ -46,7 +46,7 @@ def always(shape: tuple[int, ...]) -> Callable[..., tuple[int, ...] | None]:
 class Operation:
     text: str
     arity: int = 1
-    shape: Callable[..., tuple[int, ...] | None] = same
+    shape: Callable[..., tuple[Any, ...] | None] = same
     bound: Callable[..., float] = lambda *bounds: sum(bounds)
     gain: float = 1.0
     saves: str = ""

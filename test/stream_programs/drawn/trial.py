@@ -105,7 +105,7 @@ def _check(written: Written, mode: str, on_gpu: bool, seeds: int) -> None:
             host_waits=written.host_waits,
             trains=written.train,
             minimal=alone,
-            misaligned=written.misaligned,
+            misaligned=bool(written.misaligned),
             joined=not (written.unjoined or written.host),
         )
 
