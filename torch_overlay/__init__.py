@@ -94,10 +94,12 @@ def doctor(
 ) -> Diagnosis:
     """Run `fn(*args)` for some steps, and return what keeps it out of CUDA graphs, what that costs, and what to change.
 
-    A function that isn't compiled is compiled with mode="reduce-overhead"; `backward` runs the backward of the sum of
-    its outputs as well. `remedy` is the function as you have changed it: it is tried on the same arguments, as are the
-    switches among the remedies. Printing the result gives a report; it has `to_json()` and `to_html()`. Needs a GPU;
-    `python -m torch_overlay doctor` does without one. Raises ValueError for fewer than 4 steps."""
+    A function that isn't compiled, and calls no code that asks for CUDA graphs, is compiled with
+    mode="reduce-overhead"; `backward` runs the backward of the sum of its outputs as well. `remedy` is the function as
+    you have changed it: it is tried on the same arguments, as are the switches among the remedies. Printing the result
+    gives a report; it has `to_json()` and `to_html()`. Without a GPU, call it inside
+    `torch_overlay.testing.simulated_gpu()`: nothing is computed or timed there. Raises ValueError for fewer than 4
+    steps, and for a function of which compilation leaves nothing."""
     from torch_overlay.analysis.doctor import diagnose
 
     return diagnose(fn, *args, backward=backward, steps=steps, remedy=remedy)

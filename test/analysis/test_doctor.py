@@ -7,6 +7,7 @@ import dataclasses
 import html.parser
 import io
 import json
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -21,8 +22,9 @@ import torch
 import form
 import torch_overlay
 from torch_overlay._cli import check, doctor, explain, timeline
-from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial, Work
 from torch_overlay.analysis.doctor.diagnose import guards_us, logged
+from torch_overlay.analysis.doctor.eager import Eager
 from torch_overlay.analysis.doctor.remedies import as_text, switches
 from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
 from torch_overlay.testing import simulated_gpu
@@ -97,6 +99,9 @@ PRINTS = """
 """
 
 
+ONE_WAIT = Work(waits=1.0, launches=2.0, graph_breaks=1)
+
+
 class CommandTests(unittest.TestCase):
     def setUp(self) -> None:
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -110,6 +115,173 @@ class CommandTests(unittest.TestCase):
         return status, out.getvalue(), err.getvalue()
 
 
+TRAINS = """
+    import sys
+
+    import torch
+
+    model = torch.nn.Linear(8, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = torch.zeros(1, device="cuda")  # before there is compiled code
+
+    @torch.compile(mode="reduce-overhead")
+    def loss_of(x):
+        return model(x).square().mean()
+
+    for step in range(4):
+        loss = loss_of(torch.ones(4, 8).pin_memory().to("cuda", non_blocking=True))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+    torch.cuda.synchronize()
+    if sys.argv[1:] == ["interrupt"]:
+        raise KeyboardInterrupt
+    if sys.argv[1:] == ["exit"]:
+        sys.exit(3)
+    if sys.argv[1:] == ["fail"]:
+        raise KeyError("no such key")
+"""
+
+
+STEP = """
+    import torch
+
+    double = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
+
+    def step(x):
+        double(x)
+
+    def unused(x):
+        x.sin()
+
+    def waits(x):
+        return x.sin() * x.sum().item()
+
+    def sevens(x):
+        return torch.full_like(x, 7.0)
+
+    def right(x):
+        return torch.where(x > 0, x.sin(), x.cos()) * x.sum()
+
+    def example_inputs():
+        return torch.randn(3, device="cuda")
+"""
+
+
+LENGTHS = """
+    import torch
+
+    @torch.compile(mode="reduce-overhead")
+    def f(x):
+        return (x @ x.t()).sin().sum()
+
+    for n in (8, 16, 24, 32):
+        f(torch.ones(n, 4, device="cuda"))
+"""
+
+
+@form.overlay_only
+class TestWhatIsSeen(CommandTests):
+    """No verdict of the doctor speaks of what it did not see."""
+
+    def script(self, text: str) -> str:
+        path = self.folder / "script.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def found(self, *arguments: str) -> dict[str, Any]:
+        status, out, err = self.run_command("--no-tries", "--json", *arguments)
+        self.assertEqual(status, 0, err)
+        return json.loads(out)
+
+    def test_eager_work_of_a_training_script_is_named_by_line(self) -> None:
+        found = self.found(self.script(TRAINS))
+        eager = {each["line"].rpartition(":")[2]: each for each in found["coverage"]["eager"]}
+        self.assertEqual({line: (e["code"], e["kernels"]) for line, e in eager.items()}, {
+            "15": ("eager", 3),  # the first copy is made before anything is compiled
+            "16": ("eager-backward", 4),
+            "17": ("eager-optimizer", 8),
+        })  # fmt: skip
+        waits = [each for each in found["findings"] if each["code"] == "host-wait"]
+        self.assertEqual([(e["line"].rpartition(":")[2], e["waits"]) for e in waits], [("19", 4.0), ("20", 1.0)])
+        compiled = found["coverage"]["kernels_in_graphs"]
+        self.assertEqual(found["share"], compiled / (compiled + 15))
+        self.assertRegex(found["first"], r"First: \[eager-optimizer\] at .*script.py:17: compile its step")
+
+    def test_sizes_say_what_they_cost(self) -> None:
+        found = self.found(self.script(LENGTHS))
+        codes = {each["code"]: each for each in found["findings"]}
+        self.assertRegex(codes["recompiled"]["message"], r"f was compiled 2 times, in .* s: .*size mismatch at index 0")
+        self.assertEqual(codes["warm-up"]["launches"], 4.0)  # the third and the fourth length: two kernels each
+        self.assertLess(found["share"], 1.0)
+        self.assertIn("pad to a few sizes", found["first"])
+
+    def test_function_that_calls_compiled_code_runs_as_it_is(self) -> None:
+        path = self.script(STEP)
+        found = self.found(f"{path}:step")
+        self.assertEqual((found["share"], found["coverage"]["kernels_in_graphs"]), (1.0, 1))
+        status, _, err = self.run_command(f"{path}:unused")
+        self.assertEqual(status, 2)
+        self.assertIn("unused leaves nothing to compile", err)
+
+    @form.slow
+    def test_remedy_without_a_gpu_is_not_compared(self) -> None:
+        path = self.script(STEP)
+        for remedy, helps in (("sevens", True), ("right", True), ("waits", False)):
+            _, out, err = self.run_command("--no-tries", "--json", f"{path}:waits", "--remedy", remedy)
+            trial = json.loads(out)["trials"][-1]
+            self.assertEqual(trial["results"], "not compared (simulated)")
+            self.assertEqual(trial["before"]["graph_breaks"], 1)
+            self.assertEqual(trial["after"]["waits"], 0.0 if helps else 1.0)
+            self.assertEqual(f"First: {remedy}: " in out, helps, out)
+            self.assertIn(f"doctor: trying {remedy} (1 of 1)\n", err)
+
+    def test_script_that_ends_early_keeps_its_report(self) -> None:
+        path = self.script(TRAINS)
+        for how, status, said in (
+            ("interrupt", 130, "The program was interrupted: this is what it had run until then."),
+            ("exit", 2, "The program exited with status 3: this is what it had run until then."),
+            ("fail", 2, "First: the program failed: "),
+        ):
+            found, out, err = self.run_command(path, how)
+            self.assertEqual((found, err), (status, ""))
+            self.assertIn(said, out)
+            self.assertIn("[eager-optimizer]", out)
+
+    def test_share_that_is_asked_for(self) -> None:
+        path = self.script(TRAINS)
+        for share, status in (("0.9", 1), ("90", 1), ("90%", 1), ("0.1", 0), ("0", 0)):
+            found, out, err = self.run_command("--no-tries", "--fail-under", share, path)
+            self.assertEqual(found, status)
+            self.assertIn("First: ", out)
+            self.assertEqual("of launches are in CUDA graphs, under" in err, bool(status))
+        with self.assertRaises(SystemExit):
+            self.run_command("--fail-under", "120", path)
+
+    def test_page_says_that_it_was_simulated(self) -> None:
+        page = self.folder / "page.html"
+        self.run_command(f"{self.model}:whole", "--html", str(page))
+        self.assertIn("<p>No GPU: compiled for a simulated one", page.read_text())
+
+    def test_function_of_the_package_knows_that_it_is_simulated(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return x.sin() * x.sum().item()
+
+        with simulated_gpu():
+            found = torch_overlay.doctor(f, torch.randn(8, device="cuda"))
+        self.assertEqual((found.simulated, found.ms, found.work.waits), (True, None, 1.0))
+        self.assertEqual([trial.results for trial in found.trials], ["not compared (simulated)"])
+
+    def test_all_that_the_program_prints_is_apart_from_json(self) -> None:
+        script = self.script(PRINTS)
+        command = [sys.executable, "-m", "torch_overlay", "doctor", "--simulate", "--no-tries", "--json", script]
+        done = subprocess.run(command, cwd=form.ROOT, capture_output=True, text=True, errors="replace")
+        self.assertEqual(json.loads(done.stdout)["target"], script)
+        for printed in ("loaded", "no newline", "the end"):
+            self.assertIn(printed, done.stderr)
+
+
 @form.overlay_only
 class TestCommand(CommandTests):
     def test_cause_line_remedy_and_what_is_first(self) -> None:
@@ -117,9 +289,9 @@ class TestCommand(CommandTests):
         status, out, _ = self.run_command(f"{self.model}:forward", "--html", str(page))
         self.assertEqual(status, 0)
         line = "y = torch.cond(y.sum() > 0, lambda a: a * 2, lambda a: a - 1, (y,))"
-        self.assertIn(
-            f"1. [split-control-flow] control flow: cond: 1 launches a step\n   {self.model}:6\n   - {line}", out
-        )
+        cost = "1 launches a step, 1 waits of the host a step"
+        said = f"1. [split-control-flow] control flow: cond: {cost}\n   {self.model}:6\n   - {line}"
+        self.assertIn(said, out)
         self.assertIn("No GPU: compiled for a simulated one.", out)
         self.assertTrue(
             out.strip().splitlines()[-1].startswith(f"First: [split-control-flow] at {self.model}:6: torch.where")
@@ -156,7 +328,9 @@ class TestCommand(CommandTests):
     def test_own_remedy_is_tried_on_the_same_inputs(self) -> None:
         status, out, _ = self.run_command(f"{self.model}:forward", "--remedy", "chosen")
         self.assertEqual(status, 0)
-        self.assertIn("Tried:\n   chosen: 80.0 % -> 100.0 % of launches in graphs, results equal", out)
+        counts = "waits of the host 1 -> 0, launches by the host 3 -> 1"
+        said = f"chosen: 80.0 % -> 100.0 % of launches in graphs, {counts}, results not compared (simulated)"
+        self.assertIn(f"Tried:\n   {said}", out)
         self.assertTrue(out.rstrip().splitlines()[-1].startswith("First: chosen: "), out)
         _, out, _ = self.run_command(f"{self.model}:forward", "--remedy", "broken")
         self.assertIn("broken: fails: doctor: ", out)
@@ -172,7 +346,7 @@ class TestCommand(CommandTests):
         self.assertEqual(status, 0, err)
         self.assertIn("argument 7", out)
         change = "torch._inductor.config.graph_partition = True"
-        self.assertRegex(out, f"(?m)^   {change}: 0.0 % -> .* % of launches in graphs, results equal$")
+        self.assertRegex(out, f"(?m)^   {change}: 0.0 % -> .* % of launches in graphs, .*results not compared")
         self.assertTrue(out.rstrip().splitlines()[-1].startswith(f"First: {change}"), out)
         with restored:
             _, out, _ = self.run_command("--no-tries", str(script), "7")
@@ -200,9 +374,8 @@ class TestCommand(CommandTests):
     def test_json_of_a_script_that_prints_no_newline(self) -> None:
         script = self.folder / "prints.py"
         script.write_text(textwrap.dedent(MODEL) + "    print('end', end='')\n")
-        _, out, _ = self.run_command("--no-tries", "--json", str(script))
-        end, found = out.splitlines()
-        self.assertEqual((end, json.loads(found)["target"]), ("end", str(script)))
+        _, out, err = self.run_command("--no-tries", "--json", str(script))
+        self.assertEqual((err, json.loads(out)["target"]), ("end\n", str(script)))
 
     def test_program_that_exits_is_an_error(self) -> None:
         (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
@@ -235,7 +408,7 @@ class TestCommand(CommandTests):
         for target in (f"{program}:f", str(program)):
             status, out, err = self.run_command(target)
             self.assertEqual(status, 0, err)
-            self.assertRegex(out, "(?m)^   torch._dynamo.config.capture_scalar_outputs = True: .* results equal$")
+            self.assertRegex(out, "(?m)^   torch._dynamo.config.capture_scalar_outputs = True: .* results not compared")
 
     def test_bad_input_is_one_line(self) -> None:
         (self.folder / "nothing.py").write_text("import torch\n")
@@ -267,11 +440,11 @@ class TestTries(unittest.TestCase):
 
         whole = torch._inductor.config.patch(graph_partition=False)
         with simulated_gpu(), whole, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            found = diagnose(f, torch.randn(8, device="cuda"), simulated=True)
+            found = diagnose(f, torch.randn(8, device="cuda"))
         self.assertEqual((found.share, [each.code for each in found.findings]), (0.0, ["inductor"]))
         (trial,) = found.trials
         self.assertEqual(trial.change, "torch._inductor.config.graph_partition = True")
-        self.assertGreater(trial.share_after, 0.4)
+        self.assertGreater(trial.after.share, 0.4)
         self.assertTrue(found.first().startswith("First: torch._inductor.config.graph_partition = True: 0.0 % -> "))
 
     def test_options_are_as_before(self) -> None:
@@ -289,16 +462,18 @@ class TestTries(unittest.TestCase):
         self.assertEqual(as_text(options), "torch_overlay.config.cudagraph_rewrites = True")
 
     def test_trial_that_fails_or_differs_does_not_help(self) -> None:
+        less = Work(waits=0.0, launches=9.0)
         for changes, helps in (
             ({}, True),
-            ({"is_equal": False}, False),
+            ({"results": "DIFFER"}, False),
+            ({"results": "not compared (simulated)"}, True),
             ({"error": "RuntimeError: no"}, False),
             ({"ms_after": 0.99}, False),
-            ({"ms_before": None, "ms_after": None}, True),
-            ({"ms_before": None, "ms_after": None, "share_after": 0.5}, False),
+            ({"ms_before": None, "ms_after": None, "after": less}, True),
+            ({"ms_before": None, "ms_after": None}, False),
         ):
-            facts = {"ms_before": 1.0, "ms_after": 0.5, "is_equal": True, "share_after": 1.0, "error": "", **changes}
-            self.assertEqual(Trial("c", "x = 1", share_before=0.5, **facts).helps, helps, changes)
+            facts = {"ms_before": 1.0, "ms_after": 0.5, "after": ONE_WAIT, "error": "", **changes}
+            self.assertEqual(Trial("c", "x = 1", ONE_WAIT, **facts).helps, helps, changes)
 
     def test_time_of_guards(self) -> None:
         model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(100)])
@@ -337,18 +512,13 @@ class TestTries(unittest.TestCase):
         one = Finding("one", "", "", "what", "f.g.config.x = 1 does it")
         other = Finding("other", "", "", "what", "take f out of the region")
         for trial, first in (
-            (
-                Trial("one", "f.g.config.x = 1", 0.5, 0.4, None, None, is_equal=True),
-                "[other]: take f out of the region",
-            ),
-            (Trial("one", "f.g.config.x = 1", 0.5, 0.6, 2.0, 2.5, is_equal=True), "[other]: take f out of the region"),
-            (Trial("one", "f", 0.5, 0.4, None, None, is_equal=True), "[one]: f.g.config.x = 1 does it"),
+            (Trial("one", "f.g.config.x = 1", ONE_WAIT, ONE_WAIT), "[other]: take f out of the region"),
+            (Trial("one", "f.g.config.x = 1", ONE_WAIT, Work(), 2.0, 2.5), "[other]: take f out of the region"),
+            (Trial("one", "f", ONE_WAIT, ONE_WAIT), "[one]: f.g.config.x = 1 does it"),
         ):
             found = Diagnosis("t", "gpu", False, 0.5, None, None, (one, other), (trial,))
             self.assertEqual(found.first(), f"First: {first}.")
-        found = dataclasses.replace(
-            found, findings=(one,), trials=(Trial("one", "f.g.config.x = 1", 0.5, 0.5, *[None] * 2, True),)
-        )
+        found = dataclasses.replace(found, findings=(one,), trials=(Trial("one", "f.g.config.x = 1", Work(), Work()),))
         self.assertEqual(found.first(), "First: nothing: no remedy that was tried helps.")
 
     def test_few_steps_are_refused(self) -> None:
@@ -423,6 +593,18 @@ class TestTimeline(unittest.TestCase):
         html.parser.HTMLParser().feed(page)
         self.assertEqual((page.count("<rect "), page.count('class="in"')), (5, 3))
         self.assertIn("first &lt;kernel&gt;: 3.0 us at 4.0 us", page)
+
+    def test_lines_of_eager_code_share_the_time_of_an_operator(self) -> None:
+        seen = Eager()
+        seen.launches["eager", "a.py:1"].update({"aten::add": 2})
+        seen.launches["eager", "a.py:2"].update({"aten::add": 1, "aten::mul": 1, "aten::unknown": 1})
+        times = Timeline(operators={"aten::add": (30.0, 3.0), "aten::mul": (5.0, 1.0)}).of(seen)
+        self.assertEqual((times["eager", "a.py:1"], times["eager", "a.py:2"]), ((20.0, 2.0), (15.0, 2.0)))
+
+    def test_profiler_that_sees_no_device_is_no_measurement(self) -> None:
+        found = Diagnosis("t", "gpu", False, 0.5, 2.0, 1.0, (), work=Work(launches=3.0))
+        self.assertIn("its times are not known", str(found))
+        self.assertNotIn("device time of a step", str(found))
 
     def test_nothing_timed(self) -> None:
         found = Diagnosis("t", "gpu", True, 0.5, None, None, ())

@@ -14,7 +14,7 @@ from torch_overlay._inductor.relaunch import causes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ELSEWHERE = ("graph-break", "host-wait")  # the doctor's
+ELSEWHERE = ("graph-break", "host-wait", "eager", "eager-optimizer", "eager-backward", "recompiled")  # the doctor's
 RAISED = ("Refusal", "_Found", "_refuse", "refuse", "_outside")
 
 

@@ -54,7 +54,7 @@ class TestCounts(RelaunchTestCase):
         self.assertEqual([(o.code, o.calls, o.kernels) for o in outside], [("warm-up", 1, 3), ("split-failed", 10, 10)])
         self.assertEqual(outside[1].line, "f.py:3: b(x)")
         text = str(seen)
-        self.assertIn("67.5 % of 40 kernel launches are in CUDA graphs, 22 launches by the host", text)
+        self.assertIn("67.5 % of 40 kernel launches of compiled code are in CUDA graphs, 22 launches by the host", text)
         self.assertIn("[split-failed] a::b waits (calls: 10, launches: 10)\n    at f.py:3: b(x)", text)
         read = json.loads(seen.to_json())
         self.assertEqual((read["share"], read["functions"][0]["outside"][1]["operator"]), (0.675, "a::b"))
@@ -189,5 +189,5 @@ class TestShown(TestCase):
             "from torch_overlay._inductor.relaunch import coverage; coverage._log_at_exit()\n"
         )
         result = form.run_python(code, env={"TORCH_LOGS": "torch_overlay"})
-        self.assertIn("100.0 % of 1 kernel launches are in CUDA graphs", result.stderr)
+        self.assertIn("100.0 % of 1 kernel launches of compiled code are in CUDA graphs", result.stderr)
         self.assertFalse(logging.getLogger(coverage.__name__).isEnabledFor(logging.DEBUG))

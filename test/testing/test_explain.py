@@ -190,6 +190,23 @@ class Explain(TestCase):
         self.assertEqual(self.code, 0, self.errors)
         self.assertIn("2 kernels, 1 stream", text)  # ones and the compiled function
 
+    def test_simulated_times_are_said_to_be_estimates(self):
+        text = self.explain("--timeline", os.path.join(os.path.dirname(self.path), "x.svg"), f"{self.path}:branch")
+        self.assertIn("Simulated: nothing is computed", text)
+        self.assertIn("are estimates", " ".join(text.split()))
+
+    def test_script_that_exits_or_is_interrupted_keeps_its_report(self):
+        for end, code, said in (
+            ("sys.exit(3)", 1, "The program exited with status 3"),
+            ("sys.exit()", 0, "compiled"),
+            ("raise KeyboardInterrupt", 130, "The program was interrupted"),
+        ):
+            with open(self.path, "w") as file:
+                file.write(textwrap.dedent(PROGRAM).partition('    if "fail"')[0] + f"    {end}\n")
+            text = self.explain(self.path)
+            self.assertIn(said, text)
+            self.assertEqual(self.code, code)
+
     def test_timeline_of_another_kind_of_file(self):
         self.explain("--timeline", "x.png", self.path)
         self.assertEqual(self.code, 2)
@@ -266,7 +283,7 @@ class Explain(TestCase):
     def test_line_at_which_a_script_exits(self):
         with open(self.path, "w") as file:
             file.write("import sys\ndef leave():\n    sys.exit(3)\nleave()\n")
-        self.assertRegex(self.explain(self.path), r"program\.py:3: RuntimeError: the script exited with 3")
+        self.assertRegex(self.explain(self.path), "The program exited with status 3")
         self.assertEqual(self.code, 1)
 
     def test_timeline_that_can_not_be_written(self):

@@ -10,36 +10,40 @@
 Prints what runs in graphs and what does not: the cause, the operator, the line, what it costs, what to change; and what
 the switches among the remedies bring, and your own remedy, each tried in a process of its own, with the results
 compared (of a script: what it prints). The last line says what to do first. Without a GPU, or with --simulate, the
-program is compiled for a simulated one, and nothing is timed.
+program is compiled for a simulated one, and nothing is timed or compared. A script that fails, exits or is interrupted
+gets a report of what it had run. With --json, all that the program prints goes to stderr.
 
-The exit status is 0; 2 if there is no such program, if it failed, if nothing in it asks for CUDA graphs, or if the page
-can't be written.
+The exit status is 0; 1 if less than the share of --fail-under is in graphs; 2 if there is no such program, if it failed
+or exited with another status than 0, if nothing in it asks for CUDA graphs, or if the page can't be written; 130 if it
+was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import io
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO, TYPE_CHECKING
 
 import torch
 
 from torch_overlay._cli import program, trials
-from torch_overlay._cli.explain import run_script
 from torch_overlay._cli.program import UsageError
 from torch_overlay._inductor.relaunch import coverage as counts
-from torch_overlay.analysis.doctor import diagnose, Diagnosis
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, waits
 from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of, logged, patched
 from torch_overlay.testing import observe, simulated_gpu
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 def main(argv: list[str]) -> int:
@@ -51,6 +55,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-tries", action="store_true", help="try no switches")
     parser.add_argument("--remedy", metavar="FUNCTION", help="the function as you have changed it: try it, too")
     parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `trials`: JSON
+    parser.add_argument("--fail-under", type=share, metavar="SHARE", help="of launches in graphs: 0.95, 95 or 95%%")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page")
     parser.add_argument("target", metavar="FILE[:FUNCTION]")
@@ -71,7 +76,11 @@ def main(argv: list[str]) -> int:
             raise UsageError(f"{function} is called on its example inputs, and takes no {' '.join(arguments)}")
         if options.remedy and not colon:
             raise UsageError("--remedy takes the place of FUNCTION in FILE:FUNCTION; a script has none")
-        found = run(path, function if colon else "", arguments, options)
+        with _output_apart() if options.json else contextlib.nullcontext():
+            found = run(path, function if colon else "", arguments, options)
+    except KeyboardInterrupt:
+        print(f"doctor: {options.target} was interrupted before there was anything to report", file=sys.stderr)
+        return 130
     except UsageError as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
@@ -79,9 +88,11 @@ def main(argv: list[str]) -> int:
         text = " ".join(program.failure(error, path).split())
         print(f"doctor: {options.target} failed: {text}", file=sys.stderr)
         return 2
+    status = 0 if not found.ended else 130 if found.ended == program.INTERRUPTED else 2
     if not found.coverage.get("functions") and not found.findings:
-        print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)
-        return 2
+        why = f"nothing in {options.target} asks for CUDA graphs. {found.first()}"
+        print(f"doctor: {options.target} {found.ended}" if status else f"doctor: {why}", file=sys.stderr)
+        return status or 2
     print(found.to_json() if options.json else found)
     try:
         if options.html:
@@ -90,7 +101,34 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"doctor: no page: {error}", file=sys.stderr)
         return 2
-    return 0
+    if not status and options.fail_under is not None and found.share < options.fail_under:
+        wanted = f"{100 * options.fail_under:g} %"
+        print(f"doctor: {100 * found.share:.1f} % of launches are in CUDA graphs, under {wanted}", file=sys.stderr)
+        return 1
+    return status
+
+
+def share(text: str) -> float:
+    """Return a share that is written as a part of one, or as a percentage."""
+    number = float(text.removesuffix("%"))
+    number = number / 100 if text.endswith("%") or number > 1 else number
+    if not 0 <= number <= 1:
+        raise ValueError
+    return number
+
+
+@contextlib.contextmanager
+def _output_apart() -> Iterator[None]:
+    """Send to stderr what the program and its children print: stdout is for the report alone."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def run(path: str, function: str, arguments: list[str], options: argparse.Namespace) -> Diagnosis:
@@ -109,7 +147,6 @@ def run(path: str, function: str, arguments: list[str], options: argparse.Namesp
                 target=options.target,
                 tries=False,
                 without_graphs=not trial,
-                simulated=simulate,
             )
         else:
             found, output = of_script(path, arguments, simulate)
@@ -118,23 +155,29 @@ def run(path: str, function: str, arguments: list[str], options: argparse.Namesp
         return found
     flags = ["--steps", str(options.steps), *["--backward"] * options.backward, *["--simulate"] * options.simulate]
     command = [*flags, options.target, *arguments]
-    made = [] if options.no_tries else trials.tried(found, output, command)
-    if options.remedy:
-        made.append(trials.tried_function(found, options.remedy, command))
-    return logged(dataclasses.replace(found, trials=tuple(made)))
+    if not found.ended:
+        made = trials.tried(found, output, command, not options.no_tries, options.remedy or "")
+        found = dataclasses.replace(found, trials=tuple(made))
+    if options.json:  # what handlers at the exit print comes after the report
+        atexit.register(lambda: (sys.stdout.flush(), os.dup2(2, 1)))
+    return logged(found)
 
 
 def of_script(path: str, arguments: list[str], simulate: bool) -> tuple[Diagnosis, str]:
     """Diagnose a script over its whole run: launches are totals, and nothing is timed. Return what it printed, too."""
     printed = io.StringIO()
     with observe() as seen:
-        with contextlib.redirect_stdout(_Both(printed, sys.stdout)):  # type: ignore[type-var]
-            run_script(path, arguments)
+        with (
+            eager.watched() as beside,
+            contextlib.nullcontext({}) if simulate else waits.noted() as noted,
+            contextlib.redirect_stdout(_Both(printed, sys.stdout)),  # type: ignore[type-var]
+        ):
+            ended = program.run_script(path, arguments)
         if printed.getvalue()[-1:] not in ("", "\n"):
             print()  # the report begins on a line of its own
-        coverage = counts.coverage()
-    found = diagnosis(path, simulate, coverage, findings_of(coverage, seen, {}, 1))
-    return found, printed.getvalue()
+        coverage = dataclasses.replace(counts.coverage(), eager=beside.outside())
+    found = diagnosis(path, simulate, coverage, findings_of(coverage, seen, 1, beside.waits | Counter(noted), {}))
+    return dataclasses.replace(found, ended=ended, of_run=True), printed.getvalue()
 
 
 class _Both:

@@ -16,8 +16,8 @@ NAME.json, it also draws everything that the program runs on the device, and say
 much of each copy is hidden behind kernels: on a GPU by the profiler, in a simulated run by estimates. Regions that
 asked for a CUDA graph and got none come last, with the reason, which is found at a region's second call, on a GPU.
 
-The exit status is 0; 1 if the program failed; 2 if there is no such program, if nothing in it was compiled, or if a
-picture can't be written.
+The exit status is 0; 1 if the program failed, or exited with another status than 0; 130 if it was interrupted, after a
+report of what had run; 2 if there is no such program, if nothing in it was compiled, or if a picture can't be written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import runpy
 import sys
 from typing import Any, TYPE_CHECKING
 
@@ -45,6 +44,12 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.coverage import Coverage
     from torch_overlay.analysis.timelines.timeline import Timeline
     from torch_overlay.testing import Compiled, Frame, Region
+
+SIMULATED = (
+    "Simulated: nothing is computed, and numbers that the program reads are made up. Times, and parts of copies that "
+    "are hidden, are estimates from memory traffic and arithmetic at the rates of a data sheet, for a device that "
+    "never waits for its host. Nothing is captured: calls count as if a graph had run them."
+)
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +78,6 @@ def main(argv: list[str]) -> int:
         return 2
 
     simulate = options.simulate or not torch.cuda.is_available()
-    error: str | None = None
     refused_before = refusals.refused()
     with contextlib.ExitStack() as stack:
         simulation = stack.enter_context(simulated_gpu(options.devices)) if simulate else None
@@ -81,12 +85,13 @@ def main(argv: list[str]) -> int:
         draw = stack.enter_context(watching(simulation, seen, options.target)) if options.timeline else None
         where = f"{torch.cuda.get_device_name()}{' (simulated: nothing runs on a device)' if simulate else ''}"
         try:
-            run_function(path, function) if function else run_script(path, options.arguments)
+            if function:
+                ended = program.ended(path, lambda: run_function(path, function))
+            else:
+                ended = program.run_script(path, options.arguments)
         except program.UsageError as e:
             print(f"explain: {e}", file=sys.stderr)
             return 2
-        except Exception as e:
-            error = program.failure(e, path)
         graphs = coverage.coverage()  # the simulation resets the compiler at its end
     drawn, written, undrawn = None, [], False
     try:
@@ -96,19 +101,12 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as e:  # the folder doesn't exist, or nothing ran on the device
         print(f"explain: no timeline: {e}", file=sys.stderr)
         undrawn = True
-    Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
-        seen, [r for r in refusals.refused() if r not in refused_before], graphs, error
-    )
-    return 1 if error is not None else 0 if seen.frames and not undrawn else 2
-
-
-def run_script(path: str, arguments: list[str]) -> None:
-    with program.importable(path, arguments):
-        try:
-            runpy.run_path(path, run_name="__main__")
-        except SystemExit as e:
-            if e.code not in (None, 0):
-                raise RuntimeError(f"the script exited with {e.code}").with_traceback(e.__traceback__) from e
+    report = Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written)
+    report.simulated = simulate
+    report.print(seen, [r for r in refusals.refused() if r not in refused_before], graphs, ended)
+    if ended:
+        return 130 if ended == program.INTERRUPTED else 1
+    return 0 if seen.frames and not undrawn else 2
 
 
 def run_function(path: str, name: str) -> None:
@@ -127,14 +125,17 @@ class Report:
         self._title = title
         self._wrappers = wrappers
         self._timeline, self._written = timeline, written
+        self.simulated = False
         self._console: Any = None
         with contextlib.suppress(ImportError):
             from rich.console import Console
 
             self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def print(self, seen: Compiled, refused: Sequence[refusals.Refused], graphs: Coverage, error: str | None) -> None:
+    def print(self, seen: Compiled, refused: Sequence[refusals.Refused], graphs: Coverage, ended: str) -> None:
         self._heading(self._title)
+        if self.simulated:
+            self._line(SIMULATED)
         self._breaks(seen)
         for frame in seen.frames:
             self._frame(frame)
@@ -157,9 +158,10 @@ class Report:
             self._line(str(graphs))
         if not seen.frames:
             self._line("Nothing was compiled: no torch.compile'd function was called.")
-        if error is not None:
-            self._heading("The program failed")
-            self._line(error)
+        if ended:
+            how, _, why = ended.partition(": ")
+            self._heading(f"The program {how}")
+            self._line(why or "This is what it had run until then.")
 
     def _breaks(self, seen: Compiled) -> None:
         rows = [

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 PICTURES = (".svg", ".json")
 
 
+INTERRUPTED = "was interrupted"  # how a program ended
+
+
 class UsageError(Exception):
     """Raised if the command line does not name something that a command can run."""
 
@@ -67,10 +70,38 @@ def failure(error: BaseException, path: str) -> str:
     return f"{path}:{lines[-1]}: {text}" if lines else text
 
 
+def run_script(path: str, arguments: Iterable[str]) -> str:
+    """Run a script as `python PATH` would. Return how it ended, if it did not run through."""
+    return ended(path, lambda: _run_main(path, arguments))
+
+
+def _run_main(path: str, arguments: Iterable[str]) -> None:
+    with importable(path, arguments, exits=True):
+        runpy.run_path(path, run_name="__main__")
+
+
+def ended(path: str, run: Callable[[], Any]) -> str:
+    """Call a part of the program of `path`. Return how it ended, if it did not run through."""
+    try:
+        run()
+    except UsageError:
+        raise
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return f"exited with status {status}" if status else ""
+    except Exception as error:
+        return f"failed: {' '.join(failure(error, path).split())}"
+    return ""
+
+
 @contextlib.contextmanager
-def importable(path: str, arguments: Iterable[str] = ()) -> Iterator[None]:
-    """Put the file's folder first on `sys.path`, and its arguments in `sys.argv`, as for a script. Raises UsageError if
-    the program exits inside: that would end the command without a report.
+def importable(path: str, arguments: Iterable[str] = (), exits: bool = False) -> Iterator[None]:
+    """Put the file's folder first on `sys.path`, and its arguments in `sys.argv`, as for a script. Unless it may exit
+    (`exits`), raises UsageError if the program exits inside: that would end the command without a report.
     """
     before, argv = list(sys.path), sys.argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -78,6 +109,8 @@ def importable(path: str, arguments: Iterable[str] = ()) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
+        if exits:
+            raise
         raise UsageError(f"{path} exited with {error.code} where it was to be loaded or called") from error
     finally:
         sys.path[:], sys.argv = before, argv  # the program may have changed them
@@ -125,10 +158,13 @@ __all__ = [
     "check_file",
     "check_options",
     "check_pictures",
+    "ended",
     "failure",
     "importable",
+    "INTERRUPTED",
     "load",
     "parser",
     "PICTURES",
+    "run_script",
     "UsageError",
 ]

@@ -15,8 +15,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay.analysis.doctor import remedies
-from torch_overlay.analysis.doctor.diagnose import are_equal
-from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Trial
+from torch_overlay.analysis.doctor.diagnose import compared
+from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Trial, Work
 
 
 if TYPE_CHECKING:
@@ -25,23 +25,34 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0  # seconds
 
 
-def tried(found: Diagnosis, output: str, command: Sequence[str]) -> list[Trial]:
-    """Try the switches among the remedies. `command`: the arguments of the doctor that made the diagnosis; `output`:
-    what a script printed meanwhile, which is its result."""
-    return [
-        _tried(found, output, command, code, remedies.as_text(options), {"options": options})
-        for code, options in remedies.switches(found.findings)
-    ]
-
-
-def tried_function(found: Diagnosis, name: str, command: Sequence[str]) -> Trial:
-    """Try another function of the same file, on the same inputs."""
-    return _tried(found, "", command, found.findings[0].code if found.findings else "", name, {"function": name})
+def tried(
+    found: Diagnosis, output: str, command: Sequence[str], switches: bool = True, function: str = ""
+) -> list[Trial]:
+    """Try the switches among the remedies, and another function of the same file on the same inputs. `command`: the
+    arguments of the doctor that made the diagnosis; `output`: what a script printed meanwhile, which is its result.
+    What is being tried is printed; an interrupt ends it."""
+    what: list[tuple[str, str, dict[str, Any]]] = []
+    if switches:
+        chosen = remedies.switches(found.findings)
+        what = [(code, remedies.as_text(options), {"options": options}) for code, options in chosen]
+    if function:
+        what.append((found.findings[0].code if found.findings else "", function, {"function": function}))
+    made = []
+    try:
+        for number, (code, change, trial) in enumerate(what, 1):
+            print(f"doctor: trying {change} ({number} of {len(what)})", file=sys.stderr, flush=True)
+            made.append(_tried(found, output, command, (code, change), trial))
+    except KeyboardInterrupt:
+        print(f"doctor: interrupted: {len(what) - len(made)} of {len(what)} remedies were not tried", file=sys.stderr)
+    return made
 
 
 def _tried(
-    found: Diagnosis, output: str, command: Sequence[str], code: str, change: str, trial: dict[str, Any]
+    found: Diagnosis, output: str, command: Sequence[str], what: tuple[str, str], trial: dict[str, Any]
 ) -> Trial:
+    def fails(error: str) -> Trial:
+        return Trial(*what, found.work, None, error=error)
+
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
         trial = {**trial, "results": str(results)}
@@ -49,11 +60,13 @@ def _tried(
         try:
             done = subprocess.run(whole, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
-            return Trial(code, change, found.share, 0.0, found.ms, None, False, f"no answer in {TIMEOUT:.0f} s")
+            return fails(f"no answer in {TIMEOUT:.0f} s")
         if done.returncode or not results.exists():
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            return Trial(code, change, found.share, 0.0, found.ms, None, False, said[-1])
+            return fails(said[-1])
         answer, printed, given = torch.load(results)
     after = json.loads(answer)
-    equal = are_equal([r.cpu() for r in found.results], given) and printed == output
-    return Trial(code, change, found.share, after["share"], found.ms, after["ms"], equal)
+    results = compared([r.cpu() for r in found.results], given, found.simulated)
+    if not found.simulated and (output or printed):
+        results = DIFFER if printed != output else EQUAL
+    return Trial(*what, found.work, Work(**after["work"]), found.ms, after["ms"], results)

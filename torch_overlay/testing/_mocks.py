@@ -179,11 +179,14 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
 
 
 class SimulatedRunner:
-    """Stands for a `Runner`: runs the region as compiled, and counts as if one call had been by a graph."""
+    """Stands for a `Runner`: runs the region as compiled, and counts as if all calls had been by a graph: one at least,
+    and but for the first call of each further size, if the region calls operators."""
 
     def __init__(self, record: Callable[..., Any], model: Callable[[list[Any]], Any], code: Any) -> None:
         self.model, self.code, self.compiled = model, code, None
         self.outside: Counter[str] = Counter()
+        self.refusals: dict[str, Any] = {}
+        self.calls, self.sizes = 0, set[Any]()
         record(
             model,
             device_index=code.device,
@@ -194,10 +197,14 @@ class SimulatedRunner:
         )
 
     def __call__(self, inputs: list[Any]) -> Any:
+        sizes = tuple(tuple(map(int, i.shape)) if isinstance(i, torch.Tensor) else i for i in inputs)
+        is_new, self.calls = sizes not in self.sizes, self.calls + 1
+        self.outside["warm-up"] += bool(is_new and self.sizes and getattr(self.model, "calls_operators", False))
+        self.sizes.add(sizes)
         return self.model(inputs)
 
     def launched(self) -> int:
-        return 1
+        return max(1, self.calls - self.outside["warm-up"])
 
     def graphs(self) -> list[Any]:
         from torch_overlay._inductor.relaunch.launch.staged import Graph

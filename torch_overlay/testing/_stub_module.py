@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import types
 from typing import Any, TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _UNKNOWN_SIZE, _UNKNOWN_NUMBER = 8, 1.0  # for unbacked symbols, which depend on the data
 
+
+_OPERATOR = re.compile(r"\b(extern_kernels|torch\.ops)\.[\w.]+\(")  # a call of a library, or of an operator
 
 _execute: list[Callable[[str, Any], Any]] = []
 
@@ -98,9 +101,13 @@ def stub_module(graph: Any) -> Any:
     outputs = [_describe(o) for o in graph.graph_outputs]
     hints: dict[Any, Any] = dict(V.graph.sizevars.backed_var_to_val)
 
+    partitions: list[Callable[[Any], Any]] = []
+
     def call(args: list[Any]) -> tuple[Any, ...]:
         given = dict(hints)
         _bind(inputs, args, given)
+        for partition in partitions:
+            partition(list(args))  # computes nothing; the runner around it counts the call
         args.clear()
 
         def value(expr: Any) -> Any:
@@ -111,9 +118,11 @@ def stub_module(graph: Any) -> Any:
         return tuple(o.make(value) for o in outputs)
 
     def recursively_apply_fns(wrap: Sequence[Callable[[Any], Any]]) -> None:
-        for fn in wrap:
-            fn(call)
+        partitions[:] = [fn(partition) for fn in wrap]
 
+    def partition(args: list[Any]) -> None: ...
+
+    call.calls_operators = partition.calls_operators = bool(_OPERATOR.search(code.value))  # type: ignore[attr-defined]
     runner = types.SimpleNamespace(partitions=[], recursively_apply_fns=recursively_apply_fns)
     stub = types.SimpleNamespace(
         call=call, __file__=__file__, recursively_apply_fns=recursively_apply_fns, runner=runner

@@ -54,6 +54,22 @@ CAUSES: dict[str, Cause] = {
     "host-wait": Cause(
         "the host waits for the device", "keep the value on the device, or read it once every many steps"
     ),
+    # What the doctor sees beside compiled code.
+    "eager": Cause(
+        "operators outside of compiled code", 'move them into a function that is compiled with mode="reduce-overhead"'
+    ),
+    "eager-optimizer": Cause(
+        "an optimizer that runs in eager",
+        'compile its step: step = torch.compile(optimizer.step, mode="reduce-overhead")',
+    ),
+    "eager-backward": Cause(
+        "operators of autograd outside of compiled code",
+        "compute the loss inside of the compiled function; optimizer.zero_grad() before each backward",
+    ),
+    "recompiled": Cause(
+        "a function that is compiled more than once",
+        "torch._dynamo.mark_dynamic(x, dim) before the first call, for a size that changes; a tensor for a number",
+    ),
     # What the first calls show.
     "warm-up": Cause("the first call of a size, a number or a thread runs as compiled", ""),
     "callers-capture": Cause("calls inside of a capture of the caller's are captured as compiled", ""),

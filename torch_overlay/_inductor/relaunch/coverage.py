@@ -154,11 +154,13 @@ class Function:
 @dataclass(frozen=True)
 class Coverage:
     """What runs in CUDA graphs and what does not, since the process began or `torch._dynamo.reset()`. Printing it gives
-    a table."""
+    a table. `eager` is what the doctor saw beside compiled code, where an operator is one launch; None: nobody watched,
+    and all counts are of compiled code."""
 
     functions: tuple[Function, ...]
     refused: tuple[Outside, ...] = ()  # code that was refused before it could be counted
     graph_breaks: tuple[tuple[str, int], ...] = ()  # reason, and how often Dynamo met it
+    eager: tuple[Outside, ...] | None = None
 
     @property
     def kernels_in_graphs(self) -> int:
@@ -166,11 +168,19 @@ class Coverage:
 
     @property
     def kernels_outside(self) -> int:
-        return sum(function.kernels_outside for function in self.functions)
+        return sum(function.kernels_outside for function in self.functions) + self.kernels_in_eager
+
+    @property
+    def kernels_in_eager(self) -> int:
+        return sum(each.kernels for each in self.eager or ())
 
     @property
     def host_launches(self) -> int:
-        return sum(function.host_launches for function in self.functions)
+        return sum(function.host_launches for function in self.functions) + self.kernels_in_eager
+
+    @property
+    def outside(self) -> list[Outside]:
+        return [*(each for function in self.functions for each in function.outside), *(self.eager or ())]
 
     @property
     def share(self) -> float:
@@ -198,10 +208,12 @@ class Coverage:
         """Return one line."""
         if not self.functions and not self.refused:
             return "no compiled code asked for CUDA graphs"
-        causes = sum(len(function.outside) for function in self.functions)
+        of = " of compiled code" if self.eager is None else ""
+        eager = f", {self.kernels_in_eager} are in eager code" if self.eager else ""
         return (
-            f"{100 * self.share:.1f} % of {self.kernels_in_graphs + self.kernels_outside} kernel launches are in CUDA "
-            f"graphs, {self.host_launches} launches by the host; causes of launches outside: {causes}"
+            f"{100 * self.share:.1f} % of {self.kernels_in_graphs + self.kernels_outside} kernel launches{of} are in "
+            f"CUDA graphs{eager}, {self.host_launches} launches by the host; "
+            f"causes of launches outside: {len(self.outside)}"
         )
 
     def __str__(self) -> str:
@@ -218,8 +230,7 @@ class Coverage:
         lines = [self.summary()]
         if len(rows) > 1:
             lines += ["", *_columns(rows)]
-        outside = [each for function in self.functions for each in function.outside]
-        for each in sorted(outside, key=lambda each: -each.kernels):
+        for each in sorted(self.outside, key=lambda each: -each.kernels):
             lines += ["", f"[{each.code}] {each.message} (calls: {each.calls}, launches: {each.kernels})"]
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
         for function in self.functions:
@@ -346,6 +357,6 @@ def _outside(runner: Runner, kernels: int) -> list[Outside]:
         refused = runner.refusals.get(code)
         message = refused.message if refused is not None else CAUSES[code].title
         operator, line = (refused.operator, refused.line) if refused is not None else ("", "")
-        remedy = CAUSES[code].remedy
+        remedy = CAUSES["first-calls" if code == "warm-up" and count > 1 else code].remedy
         found.append(Outside(code, operator, line or runner.code.source, message, remedy, count, kernels * count))
     return found

@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import operator
+import re
 import time
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -17,18 +21,22 @@ import torch.utils._pytree as pytree
 
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay._inductor.relaunch.causes import CAUSES
-from torch_overlay.analysis.doctor import remedies, timeline, waits
-from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Finding, Trial
+from torch_overlay._inductor.user_lines import is_in_torch
+from torch_overlay.analysis.doctor import eager, remedies, timeline, waits
+from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, Work
 from torch_overlay.analysis.doctor.timeline import Timeline
 from torch_overlay.testing import observe
+from torch_overlay.testing._simulate import active
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.coverage import Coverage
+    from torch_overlay._inductor.relaunch.coverage import Coverage, Outside
+    from torch_overlay.testing import Compiled
 
 TIMED = 40  # steps, of which the fastest counts: others may use the host meanwhile
+HOST_READS = ("split-data-dependent", "split-control-flow")  # causes of work for which the host reads data
 LONG = 50.0  # ms; guards don't count in a step that takes longer
 
 
@@ -41,58 +49,63 @@ def diagnose(
     remedy: Callable[..., Any] | None = None,
     tries: bool = True,
     without_graphs: bool = True,
-    simulated: bool = False,
 ) -> Diagnosis:
-    """Run `fn(*args)`, compiled with CUDA graphs if it isn't compiled, and its backward if that is asked for.
+    """Run `fn(*args)`, and its backward if that is asked for. A function that is not compiled, and calls no code that
+    asks for CUDA graphs, is compiled with them. Inside `simulated_gpu()` it is compiled for the simulated device.
 
     `steps` (at least 4) are run; half of them warm up. Switches that may help are tried in this process, each from a
     fresh compilation, with the results compared; so is `remedy`, the function as the caller has changed it; and it is
-    timed without graphs. Raises ValueError for fewer steps, and what the function raises."""
+    timed without graphs. Raises ValueError for fewer steps, for a function of which compilation leaves nothing, and
+    what the function raises."""
     if steps < 4:
         raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
-    target = target or name_of(fn)
-    first = _measure(fn, args, backward, steps, simulated)
-    findings = by_cost(first.findings)
+    job = _Job(args, backward, steps, simulated=active() is not None)
+    first = job.measure(fn)
     trials: list[Trial] = []
     without = None
-    if without_graphs and not simulated and first.coverage.functions:
+    if without_graphs and not job.simulated and first.coverage.functions:
         from torch_overlay import config
 
         with config.patch(cudagraphs="off"):
-            without = _measure(fn, args, backward, steps, simulated, detail=False).ms
+            without = job.measure(fn, detail=False).ms
+    found = diagnosis(target or name_of(fn), job.simulated, first.coverage, first.findings, job.counted)
     if tries:
-        for code, options in remedies.switches(findings):
+        for code, options in remedies.switches(found.findings):
             with patched(options):
-                trials.append(_try(fn, args, backward, steps, simulated, first, code, remedies.as_text(options)))
+                trials.append(job.tried(fn, first, found, (code, remedies.as_text(options))))
     if remedy is not None:
-        code = findings[0].code if findings else ""
-        trials.append(_try(remedy, args, backward, steps, simulated, first, code, name_of(remedy)))
-    found = diagnosis(target, simulated, first.coverage, findings, first.ms, without, trials)
-    found = dataclasses.replace(found, results=tuple(first.results), timeline=first.timeline, guards_us=first.guards_us)
+        code = found.findings[0].code if found.findings else ""
+        trials.append(job.tried(remedy, first, found, (code, name_of(remedy))))
+    found = dataclasses.replace(
+        found,
+        ms=first.ms,
+        ms_without_graphs=without,
+        trials=tuple(trials),
+        results=tuple(first.results),
+        timeline=first.timeline,
+        guards_us=first.guards_us,
+    )
     return logged(found) if tries else found
 
 
 def diagnosis(
-    target: str,
-    simulated: bool,
-    coverage: Coverage,
-    findings: Iterable[Finding],
-    ms: float | None = None,
-    ms_without_graphs: float | None = None,
-    trials: Iterable[Trial] = (),
+    target: str, simulated: bool, coverage: Coverage, findings: Iterable[Finding], steps: int = 1
 ) -> Diagnosis:
-    """Return what was found on the current device, the most costly first."""
+    """Return what was found on the current device in so many steps, the most costly first."""
+    findings = tuple(by_cost(findings))
+    breaks = sum(finding.code == "graph-break" for finding in findings)
+    waits = sum(finding.waits for finding in findings)
     return Diagnosis(
         target,
         f"{torch.cuda.get_device_name()}{' (simulated)' if simulated else ''}",
         simulated,
         coverage.share,
-        ms,
-        ms_without_graphs,
-        tuple(by_cost(findings)),
-        tuple(trials),
-        json.loads(coverage.to_json()),
-        str(coverage).partition("\n\n[")[0] if coverage.functions else "",
+        None,
+        None,
+        findings,
+        coverage=json.loads(coverage.to_json()),
+        table=str(coverage).partition("\n\n[")[0] if coverage.functions else "",
+        work=Work(waits, coverage.host_launches / steps, breaks, coverage.share),
     )
 
 
@@ -121,56 +134,95 @@ class _Measured:
         self.timeline = Timeline()
 
 
-def _measure(
-    fn: Callable[..., Any], args: Sequence[Any], backward: bool, steps: int, simulated: bool, detail: bool = True
-) -> _Measured:
-    """Compile anew, warm up, and count and time the steps after that."""
-    torch._dynamo.reset()
-    found = _Measured()
-    is_compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
-    run = fn if is_compiled else torch.compile(fn, mode="reduce-overhead")
+@dataclass(frozen=True)
+class _Job:
+    """What is run and measured, of each function in the same way."""
 
-    def step() -> Any:
-        result = run(*args)
-        if backward:
-            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            losses = [leaf.float().sum() for leaf in leaves if leaf.requires_grad]
-            if not losses:
+    args: Sequence[Any]
+    backward: bool
+    steps: int
+    simulated: bool
+
+    @property
+    def counted(self) -> int:
+        return 1 if self.simulated else self.steps - self.steps // 2
+
+    def step(self, run: Callable[..., Any]) -> Any:
+        result = run(*self.args)
+        if self.backward:
+            outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if not outputs:
                 raise ValueError("backward: no output requires a gradient")
-            sum(losses).backward()  # type: ignore[union-attr]
+            _forget_gradients(outputs)
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         return result
 
-    torch.manual_seed(0)
-    with observe() as seen:
-        if simulated:
-            step()
-            found.coverage = counts.coverage()
-        else:
+    def measure(self, fn: Callable[..., Any], detail: bool = True) -> _Measured:
+        """Compile anew, warm up, and count and time the steps after that."""
+        torch._dynamo.reset()
+        found = _Measured()
+        with observe() as seen:
+            run = self._compiled(fn)
+            torch.manual_seed(0)
+            for _ in range(1 if self.simulated else self.steps // 2):
+                self.step(run)
             result: Any = None
-            for _ in range(steps // 2):
-                step()
             before = counts.coverage()
-            for _ in range(steps - steps // 2):
-                result = step()
+            with eager.watched() as beside:
+                for _ in range(self.counted):
+                    result = self.step(run)
+        found.coverage = dataclasses.replace(counts.coverage().since(before), eager=beside.outside())
+        if run is not fn and not counts.coverage().functions and not found.coverage.eager and not seen.graph_breaks:
+            raise ValueError(
+                f"{name_of(fn)} leaves nothing to compile: results that it doesn't return, or that nothing uses, are "
+                "not computed; return what it computes"
+            )
+        lines = beside.waits
+        if not self.simulated:
             torch.cuda.synchronize()
-            found.coverage = counts.coverage().since(before)
             found.results = [t.detach().clone() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            found.ms = _least_ms(step)
-            found.guards_us = guards_us(step, found.ms) if detail else None
-    found.timeline = timeline.take(step) if detail and not simulated else Timeline()
-    times = found.timeline.operators or {}
-    counted = max(steps - steps // 2, 1) if not simulated else 1
-    found.findings = findings_of(found.coverage, seen, times, counted)
-    if detail and not simulated:
-        with waits.noted() as lines:
-            step()
-        torch.cuda.synchronize()
-        known, cause = {finding.line.partition(": ")[0] for finding in found.findings}, CAUSES["host-wait"]
-        for line, count in lines.items():
-            if line not in known:
-                message = f"{cause.title}, {count} times a step"
-                found.findings.append(Finding("host-wait", "", line, message, cause.remedy))
-    return found
+            found.ms = _least_ms(lambda: self.step(run))
+            found.guards_us = guards_us(lambda: self.step(run), found.ms) if detail else None
+            found.timeline = timeline.take(lambda: self.step(run)) if detail else Timeline()
+            with waits.noted() as noted:
+                self.step(run)
+            torch.cuda.synchronize()
+            lines |= Counter({line: count * self.counted for line, count in noted.items()})
+        found.findings = findings_of(found.coverage, seen, self.counted, lines, found.timeline.of(beside))
+        return found
+
+    def _compiled(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function as it is, if it is compiled or calls code that asks for CUDA graphs; else compiled."""
+        if hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule):
+            return fn
+        self.step(fn)
+        if counts.live:
+            return fn
+        torch._dynamo.reset()
+        return torch.compile(fn, mode="reduce-overhead")
+
+    def tried(self, fn: Callable[..., Any], first: _Measured, found: Diagnosis, what: tuple[str, str]) -> Trial:
+        """Try a remedy: the code of its cause and the change are `what`."""
+        try:
+            after = self.measure(fn, detail=False)
+        except Exception as error:
+            text = (str(error).splitlines() or [""])[0]
+            return Trial(*what, found.work, None, error=f"{type(error).__name__}: {text}")
+        work = diagnosis("", self.simulated, after.coverage, after.findings, self.counted).work
+        results = compared(first.results, after.results, self.simulated)
+        return Trial(*what, found.work, work, first.ms, after.ms, results)
+
+
+def _forget_gradients(outputs: Sequence[torch.Tensor]) -> None:
+    """Drop the gradients that a backward of these would be added to: that would be launches of eager code."""
+    todo, known = [output.grad_fn for output in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            todo += [following for following, _ in node.next_functions]
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaf.grad = None
 
 
 def _least_ms(step: Callable[[], Any]) -> float:
@@ -196,46 +248,71 @@ def guards_us(step: Callable[[], Any], ms: float) -> float | None:
         return None
 
 
-def findings_of(coverage: Coverage, seen: Any, times: dict[str, tuple[float, float]], steps: int) -> list[Finding]:
-    """Return a finding for each cause outside of graphs and each graph break. `times`: (host us, device us) of a step
-    by operator; launches are divided by `steps`."""
+def findings_of(
+    coverage: Coverage,
+    seen: Compiled,
+    steps: int,
+    lines: Mapping[str, int],
+    times: Mapping[Any, tuple[float, float]],
+) -> list[Finding]:
+    """Return a finding for each cause outside of graphs, each graph break, what was compiled again, and the waits of
+    the host by line. `times`: (host us, device us) of a step by operator, or by code and line of eager code; launches
+    and waits are divided by `steps`."""
     found = []
-    for each in (*coverage.refused, *(each for function in coverage.functions for each in function.outside)):
-        host, device = times.get(each.operator.rpartition(".")[0], (None, None))
-        found.append(
-            Finding(each.code, each.operator, each.line, each.message, each.remedy, each.kernels / steps, host, device)
-        )
+    for each in (*coverage.refused, *coverage.outside):
+        host, device = times.get((each.code, each.line)) or times.get(each.operator.rpartition(".")[0], (None, None))
+        reads = each.calls / steps if _reads(each) else 0.0
+        cost = each.kernels / steps, host, device, reads
+        found.append(Finding(each.code, each.operator, each.line, each.message, each.remedy, *cost))
     for each in dict.fromkeys(seen.graph_breaks):
-        remedy = "; ".join(each.hints) or CAUSES["graph-break"].remedy
+        remedy = "" if is_in_torch(each.file) else "; ".join(each.hints) or CAUSES["graph-break"].remedy
         found.append(Finding("graph-break", "", f"{each.file}:{each.line}", each.reason, remedy))
+    found += _recompiled(seen)
+    for line, count in lines.items():
+        known = [i for i, f in enumerate(found) if f.line.partition(": ")[0] == line and not f.code.startswith("eager")]
+        if known:
+            found[known[0]] = dataclasses.replace(found[known[0]], waits=count / steps)
+        else:
+            cause = CAUSES["host-wait"]
+            found.append(Finding("host-wait", "", line, cause.title, cause.remedy, waits=count / steps))
     return found
 
 
-def _try(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    backward: bool,
-    steps: int,
-    simulated: bool,
-    first: _Measured,
-    code: str,
-    change: str,
-) -> Trial:
-    try:
-        after = _measure(fn, args, backward, steps, simulated, detail=False)
-    except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
-        return Trial(code, change, first.coverage.share, 0.0, first.ms, None, False, f"{type(error).__name__}: {text}")
-    equal = are_equal(first.results, after.results)
-    return Trial(code, change, first.coverage.share, after.coverage.share, first.ms, after.ms, equal)
+def _reads(each: Outside) -> bool:
+    """True if the host waits for data in this part of compiled code."""
+    name = re.search(r"incompatible op ([\w.]+)", each.message)
+    tags = getattr(operator.attrgetter(name[1])(torch.ops), "tags", ()) if name else ()
+    return each.code in HOST_READS or not eager.READS.isdisjoint(tags)
 
 
-def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    """True if results are equal but for the order in which they were computed."""
-    return len(first) == len(second) and all(
+def _recompiled(seen: Compiled) -> list[Finding]:
+    """Return a finding for each function that Dynamo compiled again, with the reasons and the time."""
+    times = Counter((frame.file, frame.line, frame.name) for frame in seen.frames)
+    measured = torch._dynamo.utils.get_compilation_metrics()
+    found = []
+    for (file, line, name), count in times.items():
+        mine = [m for m in measured if (m.co_filename, m.co_firstlineno, m.co_name) == (file, line, name)]
+        reasons = dict.fromkeys(" ".join(m.recompile_reason.split()) for m in mine if m.recompile_reason)
+        if count > 1:
+            seconds = sum(m.entire_frame_compile_time_s or 0.0 for m in mine[-count:])
+            message = (
+                f"{name} was compiled {count} times, in {seconds:.1f} s: {'; '.join(reasons) or 'no reason given'}"
+            )
+            found.append(Finding("recompiled", "", f"{file}:{line}", message, CAUSES["recompiled"].remedy))
+    return found
+
+
+def compared(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], simulated: bool) -> str:
+    """Say if results are equal but for the order in which they were computed."""
+    if simulated:
+        return "not compared (simulated)"
+    if not (first or second):
+        return "not compared (there are none)"
+    are_equal = len(first) == len(second) and all(
         a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=1e-2, atol=1e-3, equal_nan=True)
         for a, b in zip(first, second)
     )
+    return EQUAL if are_equal else DIFFER
 
 
 @contextlib.contextmanager

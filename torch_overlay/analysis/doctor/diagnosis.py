@@ -16,6 +16,7 @@ from torch_overlay.analysis.doctor.timeline import Timeline
 if TYPE_CHECKING:
     import torch
 
+EQUAL, DIFFER = "equal", "DIFFER"
 _OPTION = re.compile(r"([\w.]+) = ")  # in the text of a change
 
 
@@ -32,10 +33,11 @@ class Finding:
     launches: float = 0.0
     host_us: float | None = None
     device_us: float | None = None
+    waits: float = 0.0  # of the host for the device, in one step
 
     @property
     def cost(self) -> tuple[float, float]:
-        return (self.host_us or 0.0) + (self.device_us or 0.0), self.launches
+        return (self.host_us or 0.0) + (self.device_us or 0.0), self.launches + self.waits
 
     def text(self) -> str:
         """The program's text at the line."""
@@ -45,40 +47,63 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a step costs the host, beside its time; of a script, its run. `share` is the part of launches in graphs."""
+
+    waits: float = 0.0
+    launches: float = 0.0
+    graph_breaks: int = 0
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
 class Trial:
-    """A remedy that was tried. Times are milliseconds of one step, None if nothing was timed (a script); `share` is
-    the part of launches in graphs."""
+    """A remedy that was tried. Times are milliseconds of one step, None if nothing was timed (a script, a simulated
+    device); `after` is None if it failed. `results` are "equal", DIFFER, or "not compared" with the reason."""
 
     code: str
     change: str
-    share_before: float
-    share_after: float
-    ms_before: float | None
-    ms_after: float | None
-    is_equal: bool
+    before: Work
+    after: Work | None
+    ms_before: float | None = None
+    ms_after: float | None = None
+    results: str = EQUAL
     error: str = ""
 
     @property
     def helps(self) -> bool:
-        if self.error or not self.is_equal:
+        if self.error or self.after is None or self.results == DIFFER:
             return False
         if self.ms_before is not None and self.ms_after is not None:
             return self.ms_after < 0.97 * self.ms_before
-        return self.share_after > self.share_before
+        return _order(self.after) < _order(self.before)
 
     def __str__(self) -> str:
-        if self.error:
+        if self.error or self.after is None:
             return f"{self.change}: fails: {self.error}"
-        effect = f"{100 * self.share_before:.1f} % -> {100 * self.share_after:.1f} % of launches in graphs"
+        before, after = self.before, self.after
+        effect = f"{100 * before.share:.1f} % -> {100 * after.share:.1f} % of launches in graphs"
+        for name, old, new in (
+            ("graph breaks", before.graph_breaks, after.graph_breaks),
+            ("waits of the host", before.waits, after.waits),
+            ("launches by the host", before.launches, after.launches),
+        ):
+            effect += f", {name} {old:g} -> {new:g}" if old != new else ""
         if self.ms_before is not None and self.ms_after is not None:
             effect += f", {self.ms_before:.3f} -> {self.ms_after:.3f} ms a step"
-        return f"{self.change}: {effect}, results {'equal' if self.is_equal else 'DIFFER'}"
+        return f"{self.change}: {effect}, results {self.results}"
+
+
+def _order(work: Work) -> tuple[float, float, int, float]:
+    """Where nothing is timed, the less work comes first: a wait costs the host more than a launch."""
+    return work.waits, work.launches, work.graph_breaks, -work.share
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """`coverage` is that of the steps after the first ones, as `Coverage.to_json()` gives it. Printing a diagnosis
-    gives a report whose last line says what to do first."""
+    gives a report whose last line says what to do first. `ended` says how a script ended that did not run through:
+    "failed: ...", "exited with status 3", "was interrupted"."""
 
     target: str
     where: str  # the device's name
@@ -90,20 +115,22 @@ class Diagnosis:
     trials: tuple[Trial, ...] = ()
     coverage: dict[str, Any] = field(default_factory=dict)
     table: str = ""
-    error: str = ""
+    ended: str = ""
+    of_run: bool = False  # a script: counts are those of its run, from the first compiled code on
+    work: Work = Work()
     timeline: Timeline = field(default=Timeline(), repr=False)  # one step; empty if nothing was timed
     guards_us: float | None = None  # of a step; None if it was not measured
     results: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)  # of the last step counted
 
     def first(self) -> str:
         """What to do first, and what it brings."""
-        if self.error:
-            return f"First: the program failed: {self.error}"
+        if self.ended.startswith("failed"):
+            return f"First: the program {self.ended}"
         if not self.coverage.get("functions") and not self.findings:
             return 'First: torch.compile(..., mode="reduce-overhead"): nothing that was compiled asks for CUDA graphs.'
         helping = [trial for trial in self.trials if trial.helps]
         if helping:
-            best = min(helping, key=lambda t: (t.ms_after if t.ms_after is not None else 0.0, -t.share_after))
+            best = min(helping, key=lambda t: (t.ms_after or 0.0, _order(t.after or t.before)))
             return f"First: {best}."
         vain = {name for trial in self.trials if not trial.helps for name in _OPTION.findall(trial.change)}
         remedies = [f for f in self.findings if f.remedy and not any(name in f.remedy for name in vain)]
@@ -113,12 +140,27 @@ class Diagnosis:
             return f"First: [{worst.code}]{where}: {worst.remedy.removesuffix('.')}."
         if any(f.remedy for f in self.findings):
             return "First: nothing: no remedy that was tried helps."
+        if self.share < 1:
+            return "First: nothing: no cause of what is outside of graphs has a remedy."
+        if not self.work.launches:
+            return "First: tensors on the device: no work was launched there."
         return "First: nothing: all that can be in graphs is."
+
+    def remarks(self) -> list[str]:
+        """Say what the figures leave out."""
+        said = [f"The program {self.ended}: this is what it had run until then."] * bool(self.ended)
+        said += [_SIMULATED] * self.simulated
+        if self.of_run:
+            said.append(
+                "Counts are those of the whole run, from the first compiled code on; an operator is one launch."
+            )
+        if self.ms is not None and self.work.launches and not self.timeline.spans:
+            said.append("The profiler saw nothing of the device (CUPTI is missing?): its times are not known.")
+        return said
 
     def __str__(self) -> str:
         lines = [f"{self.target} on {self.where}", ""]
-        if self.simulated:
-            lines += [_SIMULATED, ""]
+        lines += [line for remark in self.remarks() for line in (remark, "")]
         if self.ms is not None:
             compared = f", {self.ms_without_graphs:.3f} ms without graphs" if self.ms_without_graphs is not None else ""
             lines += [f"{self.ms:.3f} ms a step{compared}"]
@@ -131,7 +173,7 @@ class Diagnosis:
             ]
         lines += [self.table or "nothing was compiled that asks for CUDA graphs", ""]
         for number, finding in enumerate(self.findings, 1):
-            lines += [f"{number}. [{finding.code}] {finding.message}{_cost(finding)}"]
+            lines += [f"{number}. [{finding.code}] {finding.message}{_cost(finding, self.of_run)}"]
             if finding.line:
                 lines += [f"   {finding.line.partition(': ')[0]}"]
             if text := finding.text():
@@ -163,7 +205,7 @@ class Diagnosis:
         esc = html.escape
         rows = "".join(
             f"<tr><td><code>{esc(f.code)}</code><td>{esc(f.message)}<br><small>{esc(f.line)}</small>"
-            f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}<td class=n>{f.launches:g}"
+            f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}<td class=n>{f.launches:g}<td class=n>{f.waits:g}"
             f"<td class=n>{'' if f.host_us is None else f'{f.host_us:.1f}'}"
             f"<td class=n>{'' if f.device_us is None else f'{f.device_us:.1f}'}"
             for f in self.findings
@@ -185,8 +227,9 @@ class Diagnosis:
             share=f"{100 * self.share:.1f}",
             step=step,
             table=esc(self.table),
-            rows=rows or "<tr><td colspan=6>none",
+            rows=rows or "<tr><td colspan=7>none",
             timeline=f"<h2>One step</h2>{picture}" if picture else "",
+            remarks="".join(f"<p>{esc(remark)}" for remark in self.remarks()),
             trials=f"<h2>Tried</h2><ul>{trials}</ul>" if trials else "",
         )
 
@@ -195,16 +238,19 @@ GUARDS = 0.05  # of a step's time; less is not shown
 _STANCE = 'torch.compiler.set_stance("default", skip_guard_eval_unsafe=True), once all inputs were seen'
 
 
-def _cost(finding: Finding) -> str:
-    parts = [f"{finding.launches:g} launches a step"] if finding.launches else []
+def _cost(finding: Finding, of_run: bool) -> str:
+    of = "" if of_run else " a step"
+    parts = [f"{finding.launches:g} launches{of}"] if finding.launches else []
+    parts += [f"{finding.waits:g} waits of the host{of}"] if finding.waits else []
     parts += [f"{finding.host_us:.1f} us of the host"] if finding.host_us is not None else []
     parts += [f"{finding.device_us:.1f} us of the device"] if finding.device_us is not None else []
     return f": {', '.join(parts)}" if parts else ""
 
 
 _SIMULATED = (
-    "No GPU: compiled for a simulated one. What only a capture or a run shows is not here: operators that fail in a "
-    "capture, sizes and numbers that change, waits of the host, times."
+    "No GPU: compiled for a simulated one. Nothing is computed there, and numbers that the program reads are made up. "
+    "What only a capture or a run shows is not here: operators that fail in a capture, numbers that change, waits "
+    "inside of operators, times."
 )
 
 _PAGE = """<!doctype html>
@@ -222,9 +268,9 @@ pre {{ margin: .3rem 0; white-space: pre-wrap; overflow-wrap: anywhere }}
 rect.in {{ fill: #2a8 }} rect.out {{ fill: #d62 }} span.in {{ color: #2a8 }} span.out {{ color: #d62 }}
 .first {{ border-left: 4px solid #2a8; padding: .3rem .8rem }}
 </style></head><body><h1>{title}</h1><p>{where}: {share} % of kernel launches are in CUDA graphs.{step}
-<p class="first">{first}</p>
+{remarks}<p class="first">{first}</p>
 <h2>Outside of graphs</h2><div class="scroll"><table>
-<tr><th>code<th>what<th>what to do<th class=n>launches a step<th class=n>host us<th class=n>device us
+<tr><th>code<th>what<th>what to do<th class=n>launches<th class=n>waits<th class=n>host us<th class=n>device us
 {rows}</table></div>
 {trials}{timeline}<h2>Coverage</h2><div class="scroll"><pre style="white-space: pre">{table}</pre></div></body></html>
 """

@@ -12,6 +12,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch_overlay.analysis.doctor.eager import Eager
+
 MOST = 2000  # spans in a picture
 HEIGHT = 22  # pixels of a lane
 
@@ -36,6 +38,11 @@ class Timeline:
 
     def device_us(self, in_graph: bool) -> float:
         return sum(s.duration_us for s in self.spans if s.lane != "host" and s.in_graph is in_graph)
+
+    def of(self, seen: Eager) -> dict[Any, tuple[float, float]]:
+        """Return the times of each operator, and of each line of eager code."""
+        known = self.operators or {}
+        return {**known, **seen.times(known)}
 
     def to_html(self) -> str:
         """Return a picture as wide as the page, a lane each for the host and the streams; empty without spans."""

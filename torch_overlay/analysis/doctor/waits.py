@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections import Counter
@@ -16,16 +17,23 @@ from torch_overlay._inductor.user_lines import is_in_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 OURS = f"{__name__.partition('.analysis.')[0]}."
+OTHERS = (
+    os.sep + "warnings.py",
+    os.sep + "contextlib.py",
+    os.sep + "threading.py",
+    os.path.join("unittest", "mock.py"),
+)
 TEXT = "called a synchronizing CUDA operation"
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[Counter[str]]:
-    """Count the waits inside, by "file:line" of the program. Needs a GPU."""
+    """Count the waits inside, by "file:line" of the program. Needs a GPU, which may be initialised inside."""
     found: Counter[str] = Counter()
-    before = torch.cuda.get_sync_debug_mode()
+    before = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
 
     def show(message: Any, *args: Any, **kwargs: Any) -> None:
         if TEXT in str(message):
@@ -36,22 +44,27 @@ def noted() -> Iterator[Counter[str]]:
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{TEXT}")
         original, warnings.showwarning = warnings.showwarning, show
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda._lazy_call(lambda: torch._C._cuda_set_sync_debug_mode(1))
         try:
             yield found
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda._lazy_call(lambda: torch._C._cuda_set_sync_debug_mode(before))
 
 
 def _line() -> str:
-    """The line of the program that is running: the innermost one outside of torch and of ours."""
-    frame = sys._getframe(2)
+    """The line of the program that is running, or that the running line of generated code comes from."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if line := user_line(path, frame.f_lineno):
+        if line := user_line(frame.f_code.co_filename, frame.f_lineno):
             return line
-        is_ours = frame.f_globals.get("__name__", "").startswith(OURS)
-        if not is_ours and not is_in_torch(path) and not path.endswith(("warnings.py", "contextlib.py")):
-            return f"{path}:{frame.f_lineno}"
+        if is_program(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_program(frame: FrameType) -> bool:
+    """True for a frame outside of torch and of ours."""
+    path = frame.f_code.co_filename
+    is_ours = frame.f_globals.get("__name__", "").startswith(OURS)
+    return not (is_ours or is_in_torch(path) or path.startswith("<") or path.endswith(OTHERS))
