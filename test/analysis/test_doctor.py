@@ -24,6 +24,7 @@ import torch_overlay
 from torch_overlay._cli import check, doctor, explain, timeline
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial, Work
 from torch_overlay.analysis.doctor.diagnose import guards_us, logged
+from torch_overlay.analysis.doctor.eager import Eager
 from torch_overlay.analysis.doctor.remedies import as_text, switches
 from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
 from torch_overlay.testing import simulated_gpu
@@ -592,6 +593,18 @@ class TestTimeline(unittest.TestCase):
         html.parser.HTMLParser().feed(page)
         self.assertEqual((page.count("<rect "), page.count('class="in"')), (5, 3))
         self.assertIn("first &lt;kernel&gt;: 3.0 us at 4.0 us", page)
+
+    def test_lines_of_eager_code_share_the_time_of_an_operator(self) -> None:
+        seen = Eager()
+        seen.launches["eager", "a.py:1"].update({"aten::add": 2})
+        seen.launches["eager", "a.py:2"].update({"aten::add": 1, "aten::mul": 1, "aten::unknown": 1})
+        times = Timeline(operators={"aten::add": (30.0, 3.0), "aten::mul": (5.0, 1.0)}).of(seen)
+        self.assertEqual((times["eager", "a.py:1"], times["eager", "a.py:2"]), ((20.0, 2.0), (15.0, 2.0)))
+
+    def test_profiler_that_sees_no_device_is_no_measurement(self) -> None:
+        found = Diagnosis("t", "gpu", False, 0.5, 2.0, 1.0, (), work=Work(launches=3.0))
+        self.assertIn("its times are not known", str(found))
+        self.assertNotIn("device time of a step", str(found))
 
     def test_nothing_timed(self) -> None:
         found = Diagnosis("t", "gpu", True, 0.5, None, None, ())
