@@ -169,6 +169,17 @@ SEAMS: tuple[Seam, ...] = (
         ends="upstream realizes the readers before the operation is registered",
     ),
     Seam(
+        target="torch._inductor.graph:GraphLowering.mark_buffer_mutated",
+        impl="torch_overlay.upstream_fixes.mutation_order:mark_buffer_mutated",
+        kind="wrap",
+        patch="inductor-mutation-order",
+        fingerprint="9f72827f51a72236",
+        why="Before a buffer is written, only readers of its own name are realized, not those of a view that a call "
+        "returned.",
+        upstream="pytorch#198104",
+        ends="upstream realizes the readers of all names of the memory",
+    ),
+    Seam(
         target="torch._inductor.scheduler:Scheduler.dead_node_elimination",
         impl="torch_overlay.upstream_fixes.mutation_order:dead_node_elimination",
         kind="wrap",

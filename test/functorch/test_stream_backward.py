@@ -29,7 +29,7 @@ from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
 from torch_overlay._inductor.streams.planner import plan_streams
-from torch_overlay.analysis import check_step, check_wrapper
+from torch_overlay.analysis import check, check_step, check_wrapper
 from torch_overlay.analysis.race_check import step_check
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
@@ -467,6 +467,43 @@ class TestBoundary(TestCase):
         seen = compile_step("train_unjoined_outputs")
         (plan,) = region(seen, "forward").plans
         self.assertFalse([e for e in plan.events if any(at == len(plan.ops) for at, _ in e.waits)], plan.table())
+
+
+LAUNCHES_NOTHING = {  # what is computed on a side stream, whose part of the backward launches nothing
+    "zeros": lambda y: y.zero_(),
+    "constant": lambda y: torch.fill(y, 3.0),
+    "constant_in_a_view": lambda y: y.t().zero_(),
+    "squeezed": lambda y: y.squeeze((0, 1)),
+    "transposed": lambda y: y.t(),
+    "two_views": lambda y: (y.t(), y[0]),
+}
+
+
+class TestEngineOrder(TestCase):
+    def check(self, compute: Any, then: Any, streams: int, *shape: int) -> None:
+        sides = [torch.cuda.Stream() for _ in range(streams)]
+
+        def fn(x: torch.Tensor) -> Any:
+            value, waited = x * 2, torch.cuda.current_stream()
+            for side, step in zip(sides, (compute, then)):
+                side.wait_stream(waited)
+                with torch.cuda.stream(side):
+                    value = step(value)
+                waited = side
+            torch.cuda.current_stream().wait_stream(waited)
+            return value
+
+        report = check(fn, torch.ones(shape, device="cuda", requires_grad=True), backward=True)
+        self.assertTrue(report.ok and not report.redundant, str(report))
+
+    @parametrize("kind", list(LAUNCHES_NOTHING))
+    @simulated_gpu()
+    def test_side_stream_that_computes_only_a_view_or_a_constant_is_joined(self, kind: str) -> None:
+        self.check(LAUNCHES_NOTHING[kind], None, 1, *((1, 1, 16) if kind == "squeezed" else (8, 16)))
+
+    @simulated_gpu()
+    def test_streams_behind_an_operation_that_drops_the_gradient_are_joined(self) -> None:
+        self.check(lambda y: y.zero_(), lambda y: y * 3, 2, 8, 16)
 
 
 class TestOverlap(TestCase):
@@ -907,6 +944,7 @@ class TestGpu(TestCase):
 
 
 instantiate_parametrized_tests(TestPrograms)
+instantiate_parametrized_tests(TestEngineOrder)
 instantiate_parametrized_tests(TestPartition)
 instantiate_parametrized_tests(TestCompiledAutograd)
 instantiate_parametrized_tests(TestGpu)

@@ -31,3 +31,17 @@ class TestMutationOrder(TestCase):
         (wrapper,) = seen.wrappers
         call = wrapper[wrapper.index("def call(self, args)") :]
         self.assertLess(call.index("self.partitions[0]("), call.index(".copy_("), wrapper)
+
+    @simulated_gpu()
+    def test_a_write_behind_what_reads_a_view_that_a_call_returned_198104(self) -> None:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            y = x.view(torch.int32) * 2
+            y.sub_(-4)
+            x[:, 2:5] = 2
+            return y.view(torch.int64)
+
+        with observe() as seen:
+            torch.compile(fn)(torch.ones(8, 8, dtype=torch.int64, device="cuda"))
+        (wrapper,) = seen.wrappers
+        call = wrapper[wrapper.index("def call(self, args)") :]
+        self.assertLess(call.index("_sub_"), call.index("_fill_"), call)

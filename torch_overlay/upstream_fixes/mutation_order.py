@@ -9,6 +9,13 @@ reader of this kind came after the write and read the new value, silently:
     custom_op_that_writes(z)
     return before * 2  # computed from the new z
 
+Only readers of the buffer's own name become buffers. A reader of a view that a call returns (a view in a type of
+another size, or of complex numbers) came after the write, too, and so did one of the base, of a write to the view:
+
+    before = x.view(torch.int32) * 2
+    x[:, 2:5] = 2
+    return before + 4
+
 That order also survives if an operation between the two is dead code. The scheduler orders a write after the readers
 of the old value: the write waits for their results, in the latest version. If a kernel of the user's writes that
 version, and nobody reads what it wrote, then the kernel is dropped, and the order used to be dropped with it:
@@ -23,12 +30,32 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
+from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+def mark_buffer_mutated(original: Callable[..., None], graph: Any, name: str) -> None:
+    for shared in (name, *_others_in_memory(name, graph.operations)):
+        original(graph, shared)
+
+
+def _others_in_memory(name: str, operations: list[Any]) -> list[str]:
+    """Return the other buffers that are in a buffer's memory because a call returned a view."""
+    calls = (operation for operation in operations if isinstance(operation, (ir.FallbackKernel, ir.MultiOutput)))
+    views = {call.get_name(): aliased for call in calls if (aliased := call.get_inputs_that_alias_output())}
+    base = name
+    while base in views:
+        base = views[base][0]
+    found = {base: None}
+    for view, aliased in views.items():
+        if not found.keys().isdisjoint(aliased):
+            found[view] = None
+    return [other for other in found if other != name]
 
 
 def mutation_output_init(
@@ -68,4 +95,4 @@ def dead_node_elimination(original: Callable[..., None], scheduler: Any) -> None
             node.add_fake_dep(WeakDep(name, wait.mutating_buf, is_fake=True))
 
 
-__all__ = ["dead_node_elimination", "mutation_output_init"]
+__all__ = ["dead_node_elimination", "mark_buffer_mutated", "mutation_output_init"]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 _VIEWS = "stream_views"  # in `meta` of a graph's output: for each value
+_MADE_ON = "stream_made_on"  # in `meta` of a view: the stream on which the program made it
 _FIRST_READER = "stream_first_reader"  # in `meta` of an input: the stream of the first operation that reads it
 
 
@@ -40,6 +41,8 @@ def note(graph: Graph) -> None:
     program made a view by the one on which the view's memory is filled.
     """
     known = first_readers_in_dynamo()
+    for node in filter(is_view, graph.nodes):
+        node.meta[_MADE_ON] = node_stream(node)
     for value in graph.find_nodes(op="placeholder"):
         what = value.meta.get("desc")
         if isinstance(what, PlainAOTInput) and what.idx in known:
@@ -63,6 +66,11 @@ def first_readers_in_dynamo() -> dict[int, int]:
 def first_reader(value: Node) -> int:
     """Return the stream of the first operation that reads an input, the caller's if none does."""
     return value.meta.get(_FIRST_READER, CALLERS_STREAM)
+
+
+def stream_of(node: Node) -> int:
+    """Return the stream on which autograd has the node of an operation of the program."""
+    return node.meta.get(_MADE_ON, node_stream(node))
 
 
 def _view_streams(value: Any) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.facts import add_before
-from torch_overlay._functorch.streams.fx import is_backward, is_view, node_stream
+from torch_overlay._functorch.streams.fx import is_backward, is_stream_op, is_view, node_stream
 from torch_overlay._functorch.streams.tokens import state
 
 
@@ -28,9 +28,12 @@ def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]
     numbers = sorted(operations)
     found: dict[Node, set[Node]] = defaultdict(set)
     for node in joint.nodes:
-        is_launch = node.op == "call_function" and not is_view(node) and node.target is not operator.getitem
-        is_own = is_launch and is_backward(node) and not node.meta.get("is_gradient_acc")
-        if is_own and (at := bisect.bisect_right(numbers, node.meta.get("seq_nr", -1))):
+        is_launch = not is_view(node) and node.target is not operator.getitem
+        if (
+            is_launch
+            and _is_of_autograd_node(node)
+            and (at := bisect.bisect_right(numbers, node.meta.get("seq_nr", -1)))
+        ):
             found[operations[numbers[at - 1]]].add(node)
     return found
 
@@ -52,9 +55,18 @@ def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node
     return found
 
 
+def _is_of_autograd_node(node: Node) -> bool:
+    is_operation = node.op == "call_function" and not is_stream_op(node)
+    return is_operation and bool(is_backward(node)) and not node.meta.get("is_gradient_acc")
+
+
 def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
     """Return the stream on which autograd has a node: for each operation between inputs that get a gradient and outputs
     that bring one, and for each of `leaves` that gets a gradient, the stream on which the gradient is accumulated.
+
+    An operation whose gradient is a constant, as that of `zero_` is, reads nothing in a functional graph, so what comes
+    before it there may be gone from the forward, and what comes after it from the backward: a kernel or view of the
+    backward shows as well that a gradient passes.
     """
     output = joint.output_node()
     inputs = {node.meta.get("desc"): node for node in joint.find_nodes(op="placeholder")}
@@ -65,14 +77,16 @@ def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
     ends = {results.get(what.output) for what in inputs if isinstance(what, TangentAOTInput)}
     after, before = set(begins), set(ends)
     computed = [n for n in joint.nodes if n.op == "call_function" and not is_backward(n)]
+    given = {n: node_stream(n) for n in joint.nodes if _is_of_autograd_node(n)}
+    numbers = {n.meta.get("seq_nr") for n in given} - {None}
     for node in computed:
-        if not after.isdisjoint(node.all_input_nodes):
+        if node.meta.get("seq_nr") in numbers or not after.isdisjoint(node.all_input_nodes):
             after.add(node)
     for node in reversed(computed):
         if not before.isdisjoint(node.users):
             before.add(node)
-    streams = {n: node_stream(n) for n in computed if n in after and n in before}
-    return streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
+    streams = {n: autograd_nodes.stream_of(n) for n in computed if n in after and n in before}
+    return given | streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
 
 
 def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
@@ -81,7 +95,7 @@ def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
     """
     if not any(streams.values()):
         return
-    chain = dict.fromkeys(node for node in streams if node.op == "call_function")
+    chain = dict.fromkeys(node for node in streams if node.op == "call_function" and not is_backward(node))
     launched = _launched_by(joint, chain)
     for node, stream in streams.items():
         if stream and node not in launched:

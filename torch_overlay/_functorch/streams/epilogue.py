@@ -29,12 +29,12 @@ def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:
     graph which outputs the epilogue drops. The graph was placed before (`placement`).
     """
     copied = fw_metadata.num_mutated_inp_runtime_indices
-    has_streams = any(node_stream(n) for n in gm.graph.nodes)
+    views = autograd_nodes.view_streams(gm.graph)
+    has_streams = any(views) or any(node_stream(n) for n in gm.graph.nodes)
     # A result that is a subclass is several values of the graph.
     if has_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
         _note_dropped_outputs(gm, fw_metadata)
-        found = autograd_nodes.view_streams(gm.graph)[copied:]
-        streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, found)]
+        streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, views[copied:])]
         if any(streams):
             fw_metadata.output_view_streams = streams
     if copied:
