@@ -1062,6 +1062,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._inductor.compile_fx:_recursive_joint_graph_passes",
+        impl="torch_overlay._inductor.relaunch.hooks:joint_graph_passes",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="c3396b4b184cd743",
+        why="What is computed from a number in host memory for the device alone is computed there, for a backward, too.",
+        ends="upstream moves such numbers to the device before it partitions",
+    ),
+    Seam(
         target="torch._inductor.output_code:CompiledFxGraph.post_compile",
         impl="torch_overlay._inductor.relaunch.hooks:post_compile",
         kind="wrap",
