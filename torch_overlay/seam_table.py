@@ -377,6 +377,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build",
+        impl="torch_overlay._inductor.double_backward:build",
+        kind="wrap",
+        patch="aot-stream-placement",
+        fingerprint="3cb27618283817bd",
+        why="The error of a gradient of a gradient doesn't say that torch.func.grad works.",
+        ends="upstream's message says it",
+    ),
+    Seam(
         target="torch._functorch._activation_offloading.activation_offloading:enable_activation_offloading",
         impl="torch_overlay._functorch.offload.hooks:enable_activation_offloading",
         kind="wrap",
