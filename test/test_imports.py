@@ -34,6 +34,7 @@ LAYERS = (
         "_inductor.profiler_ranges",
         "_inductor.user_lines",
         "_inductor.kernel_places",
+        "_inductor.double_backward",
     ),
     ("_inductor.offload",),
     ("_inductor.streams",),

@@ -382,6 +382,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build",
+        impl="torch_overlay._inductor.double_backward:build",
+        kind="wrap",
+        patch="aot-stream-placement",
+        fingerprint="3cb27618283817bd",
+        why="The error of a gradient of a gradient doesn't say that torch.func.grad works.",
+        ends="upstream's message says it",
+    ),
+    Seam(
         target="torch._functorch._activation_offloading.activation_offloading:enable_activation_offloading",
         impl="torch_overlay._functorch.offload.hooks:enable_activation_offloading",
         kind="wrap",
@@ -1065,6 +1074,15 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="f6d13ac945dfa14c",
         why="Small tensors in host memory that a graph only reads on the device are kept there.",
         ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.compile_fx:_recursive_joint_graph_passes",
+        impl="torch_overlay._inductor.relaunch.hooks:joint_graph_passes",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="c3396b4b184cd743",
+        why="What is computed from a number in host memory for the device alone is computed there, for a backward, too.",
+        ends="upstream moves such numbers to the device before it partitions",
     ),
     Seam(
         target="torch._inductor.output_code:CompiledFxGraph.post_compile",

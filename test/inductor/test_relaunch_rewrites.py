@@ -122,6 +122,66 @@ class TestGraphs(TestCase):
             large = self.run_function(lambda x, h: x.sum() + h.to("cuda"), x, torch.randn(1 << 19))
             self.assertEqual(large.rewrites, ())
 
+    def test_numbers_that_change_are_computed_with_on_the_device(self):
+        """One launch, in whatever form a number comes, and of a backward that reads what was computed from it, too."""
+
+        def scaled(x, t):
+            return (x @ x) * t
+
+        def formula(x, t):
+            return (x @ x).sin() * (t * 2 + 1) - t
+
+        def item(x, t):
+            return formula(x, t.item())
+
+        def returned(x, t):
+            return (x @ x) * (t * 2), t
+
+        forms = {float: "Python float", torch.tensor: "tensor", lambda v: torch.tensor([v]): "tensor of one element"}
+        reads_number = torch._dynamo.config.patch(capture_scalar_outputs=True)
+        with simulated_gpu(), reads_number:
+            x = torch.randn(64, 64, device="cuda", requires_grad=True)
+            for fn, form_of in (
+                *((fn, form_of) for fn in (scaled, formula, returned) for form_of in (float, torch.tensor)),
+                *((item, form_of) for form_of in forms if form_of is not float),
+            ):
+                for trains in (False, True):
+                    torch._dynamo.reset()
+                    compiled = torch.compile(fn, mode="reduce-overhead")
+                    for value in (0.5, 0.75, 1.25):
+                        with torch.set_grad_enabled(trains):
+                            y = compiled(x, form_of(value))
+                        if trains:
+                            (y[0] if fn is returned else y).sum().backward()
+                    with self.subTest(fn=fn.__name__, form=forms[form_of], trains=trains):
+                        functions = coverage().functions
+                        self.assertEqual([f.outside for f in functions], [()] * len(functions), str(coverage()))
+                        self.assertEqual({r.launches for f in functions for r in f.regions}, {1})
+                        lines = {line for f in functions for kind, line in f.rewrites}
+                        self.assertTrue(lines and all("test_relaunch_rewrites.py" in line for line in lines), lines)
+
+    def test_numbers_of_which_the_host_reads_something_are_left(self):
+        def result(x, t):
+            return (x @ x) * (t * 2), t * 2
+
+        def mixed(x, t):
+            return (x @ x) * (x.sum().cpu() * t)
+
+        with simulated_gpu():
+            x, t = torch.randn(64, 64, device="cuda"), torch.tensor(0.5)
+            for fn in (result, mixed):
+                function = self.run_function(fn, x, t)
+                self.assertEqual(function.rewrites, (), fn.__name__)
+                self.assertTrue(all("test_relaunch_rewrites.py" in each.line for each in function.outside))
+
+    def test_number_that_is_read_of_host_memory_is_no_launch(self):
+        with simulated_gpu(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            x, t = torch.randn(64, 64, device="cuda"), torch.tensor(0.5)
+            function = self.run_function(lambda x, t: x + torch.full((64,), t.item(), device="cuda"), x, t)
+            self.assertEqual(function.outside, ())
+            function = self.run_function(lambda x: x + torch.full((64,), x.sum().item(), device="cuda"), x)
+            self.assertEqual([each.kernels for each in function.outside], [1], "the host waits for this one")
+
     def test_donated_input_is_left(self):
         """The code of a backward may write over it."""
 

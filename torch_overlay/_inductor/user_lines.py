@@ -5,6 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 
 def is_in_torch(path: str) -> bool:
@@ -23,3 +28,16 @@ def source_line(stack_trace: str) -> str:
     mine = [f for f in frames if f[0] != contextlib.__file__ and not is_in_torch(f[0])]
     file, line, _, text = (mine or frames)[-1]
     return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"
+
+
+def trace_near(node: Node) -> str:
+    """Return the stack trace of an FX node. One that upstream's passes have put in has none: that of the nearest node
+    that reads it, or that it reads."""
+    near, known = [node], {node}
+    for each in near:  # which grows
+        if each.stack_trace:
+            return each.stack_trace
+        more = [other for other in (*each.users, *each.all_input_nodes) if other not in known]
+        near += more
+        known.update(more)
+    return ""

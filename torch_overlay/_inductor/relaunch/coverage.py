@@ -315,7 +315,8 @@ def _function(compiled: CompiledCode) -> Function:
         outside.append(Outside(code, "", compiled.code.source, message, CAUSES[code].remedy, calls, number))
     for row in compiled.partitions.split_off:
         launches, remedy = row.kernels * calls, CAUSES[row.code].remedy
-        outside.append(Outside(row.code, row.operator, row.line, row.reason, remedy, calls, launches))
+        line = row.line or compiled.code.source
+        outside.append(Outside(row.code, row.operator, line, row.reason, remedy, calls, launches))
     name = f"{compiled.code.name} #{compiled.number}"
     copies = compiled.residents.copies if compiled.residents is not None else 0
     causes = tuple(_merged(outside))

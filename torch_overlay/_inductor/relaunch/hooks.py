@@ -26,7 +26,7 @@ from torch_overlay._inductor.relaunch.policy import (
     wrapping,
 )
 from torch_overlay._inductor.relaunch.rewrites.compiled import is_wanted, residing, rewritten
-from torch_overlay._inductor.relaunch.rewrites.graph import current
+from torch_overlay._inductor.relaunch.rewrites.graph import current, move_numbers
 from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
 
 
@@ -66,6 +66,15 @@ def compile_fx_inner(
         return original(gm, example_inputs, *args, **kwargs)
     with rewritten(gm, example_inputs, kwargs.get("is_backward", False)) as inputs:
         return original(gm, inputs, *args, **kwargs)
+
+
+def joint_graph_passes(original: Callable[..., GraphModule], gm: GraphModule, *args: Any, **kwargs: Any) -> GraphModule:
+    """Seam of _recursive_joint_graph_passes: before a graph is partitioned, compute on the device what it reads of
+    numbers in host memory."""
+    changed = original(gm, *args, **kwargs)
+    if are_ours() and is_wanted(None):
+        move_numbers(changed)
+    return changed
 
 
 def post_compile(

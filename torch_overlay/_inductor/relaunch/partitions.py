@@ -8,7 +8,7 @@ from torch_overlay._inductor.relaunch import attention_seeds, split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
 from torch_overlay._inductor.relaunch.causes import of_partition
 from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
-from torch_overlay._inductor.user_lines import source_line
+from torch_overlay._inductor.user_lines import source_line, trace_near
 
 
 if TYPE_CHECKING:
@@ -73,10 +73,12 @@ def _counted(nodes: Sequence[Any]) -> tuple[int, str]:
 
 def _launches(node: Any) -> bool:
     """True if generated code launches something for a node of the schedule: not for memory that nothing fills, nor for
-    one of several results of an operator."""
+    one of several results of an operator, nor for a number that is read of host memory."""
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
+    if isinstance(node.node, ir.DynamicScalar):
+        return node.node.inputs[0].get_device().type != "cpu"
     return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, (ir.MultiOutput, ir.AssertScalar))
 
 
@@ -108,7 +110,7 @@ def _line(node: Any) -> str:
             found.append(one)
         elif each.node is not None:
             found += sorted(each.node.get_origins())  # in the order of the FX graph
-    traces = [trace for origin in found if (trace := origin.stack_trace)]
+    traces = [trace for origin in found if (trace := origin.stack_trace)] or list(map(trace_near, found))
     return source_line(traces[-1]) if traces else ""
 
 

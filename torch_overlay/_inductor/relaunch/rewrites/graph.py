@@ -6,6 +6,9 @@ index       a tensor in host memory that indexes one on the device is copied to 
             of the operator; Inductor then fuses the indexing, and moves constants when it compiles
 round-trip  what goes to the host and comes back unchanged, but for its shape, stays on the device
 
+What a program computes from a number in host memory for the device alone is computed there, in the joint graph: Note
+[Numbers in host memory]. So the number is an input that is only copied.
+
 Note [Resident inputs]
 The compiled code takes the input on the device. `resident` keeps a copy there, and makes another one when a call passes
 other bytes: values are compared, not addresses or version counters, for numpy writes to a tensor's memory without
@@ -14,6 +17,13 @@ return shares memory with what is kept. Where the graph returns the input itself
 caller gets the tensor that it passed. What isn't rewritten: an input that is written to or donated (a backward's, whose
 memory the code may use again), whose memory has gaps, that is larger than `LARGEST`, or that has a use of another kind;
 and any graph with streams of the user's, in which a copy that blocks the host may order what other streams do.
+
+Note [Numbers in host memory]
+A float argument that changes is a tensor of one element in host memory for Inductor, and so is what `.item()` reads of
+one in compiled code; operators on it convert its type, or compute a formula. The host would launch a kernel for them,
+and copy the result. Inductor's own pass moves such operators to the device, too, but after the graph is partitioned:
+what the backward reads of them is computed on the host. Operators move if all that they read is such a number or a
+constant, and all that reads them moves, or is on the device and may read a number of the host.
 """
 
 from __future__ import annotations
@@ -27,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from torch_overlay._functorch.streams.ids import written_index
 from torch_overlay._functorch.streams.placed import placement
-from torch_overlay._inductor.user_lines import source_line
+from torch_overlay._inductor.user_lines import source_line, trace_near
 
 
 if TYPE_CHECKING:
@@ -124,6 +134,64 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], donated: Sequence[in
     return Rewrites(tuple(made), tuple(resident)), inputs
 
 
+def move_numbers(gm: GraphModule) -> None:
+    """Compute on the device what only the device reads of numbers in host memory: Note [Numbers in host memory]."""
+    graph = gm.graph
+    found = [node for node in graph.nodes if _is_number(node)]
+    if not found or placement(gm):
+        return
+    while len(moves := {node for node in found if _may_move(node, found)}) < len(found):
+        found = [node for node in found if node in moves]
+    devices = {_value(user).device for node in found for user in node.users if _reads_number(user, node)}
+    computed = [node for node in found if node.op != "placeholder"]
+    if not computed or len(devices) != 1:
+        return
+    (device,) = devices
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in found:
+        if node.op != "placeholder":
+            node.meta = _meta_on(node, device)
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(prims.device_put.default, (node, device))
+        copy.meta = {"val": _on(_value(node), device), "stack_trace": trace_near(node)}
+        for user in list(node.users):
+            if user is not copy and user.op != "output" and user.target not in COPIES:
+                user.replace_input_with(node, copy)
+    gm.recompile()
+
+
+def _is_number(node: Node) -> bool:
+    """True if a node is an input of one element in host memory, or is computed there from such inputs."""
+    value = _value(node)
+    if not _is_on_host(node) or not isinstance(value, torch._subclasses.FakeTensor) or not _may_be_kept(value):
+        return False
+    if optimization_hint(value.numel(), fallback=0) != 1:
+        return False
+    is_computed = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in SHAPES
+    return node.op == "placeholder" or (is_computed and bool(node.all_input_nodes))
+
+
+def _may_move(node: Node, numbers: Sequence[Node]) -> bool:
+    reads = node.all_input_nodes
+    if reads and not (any(n in numbers for n in reads) and all(n in numbers or _is_constant(n) for n in reads)):
+        return False
+    stays = "output" if node.op == "placeholder" else None  # the caller gets the tensor that it passed
+    return all(user in numbers or user.op == stays or _reads_number(user, node) for user in node.users)
+
+
+def _is_constant(node: Node) -> bool:
+    return node.target in (aten.full.default, aten.scalar_tensor.default) and not _value(node).dim()
+
+
+def _reads_number(user: Node, node: Node) -> bool:
+    """True if an operator on the device copies a tensor of the host, or reads it as it reads a number: a pointwise one
+    does, where the tensor has no dimensions.
+    """
+    is_scalar = not _value(node).dim() and torch.Tag.pointwise in getattr(user.target, "tags", ())
+    return _is_on_device(user) and (user.target in COPIES or is_scalar)
+
+
 def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, torch.fx.Node) else None
 
@@ -139,13 +207,17 @@ def _is_on_device(node: Any) -> bool:
 
 
 def _line(node: Node) -> str:
-    return source_line(node.stack_trace or "")
+    return source_line(trace_near(node))
 
 
 def _on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a fake tensor like another one, on another device."""
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+
+
+def _meta_on(node: Node, device: torch.device) -> dict[str, Any]:
+    return {k: v for k, v in node.meta.items() if k != "tensor_meta"} | {"val": _on(_value(node), device)}
 
 
 # ---- index
@@ -215,9 +287,7 @@ def _device_of_uses(node: Node) -> torch.device | None:
     for user in node.users:
         if user.op == "output":
             continue
-        # A pointwise operator reads a tensor of no dimensions as it reads a number.
-        is_scalar = not value.dim() and torch.Tag.pointwise in getattr(user.target, "tags", ())
-        if not _is_on_device(user) or not (user.target in COPIES or is_scalar):
+        if not _reads_number(user, node):
             return None
         devices.add(_value(user).device)
     return devices.pop() if len(devices) == 1 else None
@@ -233,7 +303,7 @@ def _may_be_kept(value: torch.Tensor) -> bool:
 
 def _move(gm: GraphModule, node: Node, device: torch.device) -> tuple[int, ...]:
     """Put an input on the device. Return the outputs that were the input itself, and are None now."""
-    node.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"} | {"val": _on(_value(node), device)}
+    node.meta = _meta_on(node, device)
     for user in list(node.users):
         if user.target is prims.device_put.default:
             _clone_instead(user, node)
