@@ -230,6 +230,15 @@ SEAMS: tuple[Seam, ...] = (
         why="With CUDA graphs, a constant that is returned on the host is made on the GPU.",
         ends="upstream moves no constructor of what the graph returns",
     ),
+    Seam(
+        target="torch._inductor.fx_passes.post_grad:ConstructorMoverPass.__call__",
+        impl="torch_overlay.upstream_fixes.host_constants:move",
+        kind="wrap",
+        patch="inductor-host-constants",
+        fingerprint="a1fcf65b5fa10f84",
+        why="With CUDA graphs, a pinned buffer that a program makes and copies back would be made on the GPU: an error.",
+        ends="upstream drops pin_memory where it moves a constructor",
+    ),
     # ---- inductor-no-op-results
     Seam(
         target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
@@ -1081,7 +1090,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="c3396b4b184cd743",
-        why="What is computed from a number in host memory for the device alone is computed there, for a backward, too.",
+        why="What the device alone reads of a number in host memory is computed there, also what a backward reads.",
         ends="upstream moves such numbers to the device before it partitions",
     ),
     Seam(

@@ -84,6 +84,11 @@ class TestUpstreamBugs(TestCase):
 
     @form.slow
     @form.overlay_only
+    def test_on_stock_a_pinned_buffer_is_made_on_the_device(self) -> None:
+        self.assertIn("Only CPU tensors can be pinned", "; ".join(found_on_stock()["pinned_buffers"]))
+
+    @form.slow
+    @form.overlay_only
     def test_on_stock_views_lie_in_concatenations(self) -> None:
         found = found_on_stock()["views_of_what_is_concatenated"]
         self.assertEqual([text.split(":")[0] for text in found], ["viewed", "filled"])

@@ -480,6 +480,28 @@ def constants_on_the_host() -> list[str]:
 
 
 @simulated_gpu()
+def pinned_buffers() -> list[str]:
+    """With CUDA graphs, a pinned buffer that a program makes, fills and copies back is an error."""
+
+    def empty(x: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(x.shape, pin_memory=True)
+        buffer.copy_(x * 2, non_blocking=True)
+        return buffer.to(x.device, non_blocking=True) + 1
+
+    def zeros(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros_like(x, device="cpu", pin_memory=True).to(x.device)
+
+    found = []
+    for function in (empty, zeros):
+        torch._dynamo.reset()
+        try:
+            torch.compile(function, mode="reduce-overhead")(_square().detach())
+        except torch._inductor.exc.InductorError as error:
+            found.append(f"{function.__name__}: {str(error).splitlines()[0]}")
+    return found
+
+
+@simulated_gpu()
 def offloaded_storage() -> list[str]:
     """S8: a tensor whose copy to the host has a stream of its own loses its storage before it is read."""
 
@@ -544,6 +566,7 @@ CHECKS = (
     views_of_what_takes_no_computing,
     updates_of_what_is_kept,
     recorded_lazy_views,
+    pinned_buffers,
 )
 
 

@@ -187,6 +187,21 @@ class TestShown(TestCase):
         self.assertEqual(count, 1)
         self.assertIn("[graph-break] 1 x", str(seen))
 
+    def test_memory_and_notes_of_offload_are_no_launches(self):
+        def chain(x):
+            for _ in range(6):
+                x = ((x @ x).tanh() * 1.01).sin()
+            return x
+
+        torch._dynamo.reset()
+        with simulated_gpu(), config.patch(cudagraphs="relaunch", activation_offload={"budget_gb": 0.09}):
+            x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+            with self.assertLogs("torch_overlay", logging.INFO) as logs:
+                torch.compile(chain, mode="reduce-overhead")(x).sum().backward()
+            functions = coverage.coverage().functions
+        self.assertIn("to the host", "".join(logs.output))
+        self.assertEqual([function.outside for function in functions], [(), ()])
+
     @form.slow
     @form.overlay_only
     def test_log_at_exit(self):

@@ -6,6 +6,8 @@ captured. It did so, too, where the caller or a backward gets them: they arrived
     @torch.compile(mode="reduce-overhead")
     def step(x):
         return x + 1, torch.zeros(4)  # both on the GPU
+
+Pinned memory that is made on the GPU is an error: what is moved there isn't pinned.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.fx import Node
+    from torch.fx import Graph, Node
 
 
 def cannot_be_moved(original: Callable[..., bool], mover: Any, node: Node) -> bool:
@@ -28,9 +30,16 @@ def cannot_be_moved(original: Callable[..., bool], mover: Any, node: Node) -> bo
     return original(mover, node)
 
 
+def move(original: Callable[..., None], mover: Any, graph: Graph) -> None:
+    original(mover, graph)
+    for node in graph.nodes:
+        if node.kwargs.get("pin_memory") and torch.device(node.kwargs.get("device") or "cpu").type != "cpu":
+            node.kwargs = {**node.kwargs, "pin_memory": False}
+
+
 def _is_made_on_host(node: Node) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-__all__ = ["cannot_be_moved"]
+__all__ = ["cannot_be_moved", "move"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTROL_FLOW = ("cond", "switch", "while_loop", "while_loop_stack_output", "scan")
+OF_THE_HOST = ("streams_offload::slab.default", "streams_offload::in_use.default")  # offload's memory, and its notes
 LAUNCH_NOTHING = ("split-streams", "split-zeros")
 SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
 
@@ -73,10 +74,12 @@ def _counted(nodes: Sequence[Any]) -> tuple[int, str]:
 
 def _launches(node: Any) -> bool:
     """True if generated code launches something for a node of the schedule: not for memory that nothing fills, nor for
-    one of several results of an operator, nor for a number that is read of host memory."""
+    one of several results of an operator, nor for a number that is read of host memory, nor for `OF_THE_HOST`."""
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
+    if (overload := getattr(node.node, "op_overload", None)) is not None and name_of(overload) in OF_THE_HOST:
+        return False
     if isinstance(node.node, ir.DynamicScalar):
         return node.node.inputs[0].get_device().type != "cpu"
     return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, (ir.MultiOutput, ir.AssertScalar))
