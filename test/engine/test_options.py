@@ -9,6 +9,8 @@ import threading
 import unittest
 from unittest import mock
 
+import torch._inductor.config
+
 import form
 from torch_overlay import config
 from torch_overlay._options import MODES
@@ -145,6 +147,11 @@ class TestAssignment(unittest.TestCase):
             with config.patch(streams=False, cudagraphs="off"):
                 assigned = "torch_overlay.config.{} was assigned".format
                 self.assertEqual(found(), [(False, assigned("streams")), (False, f"off, {assigned('cudagraphs')}")])
+            with torch._inductor.config.patch(cpp_wrapper=True):
+                (on, why), _ = found()
+                self.assertFalse(on)
+                self.assertIn("torch._inductor.config asks for a C++ or FX wrapper", why)
+        self.assertIn("but for AOTInductor", str(form.overlay.status()))
 
 
 SHOW = "import torch_overlay\nprint([getattr(torch_overlay.config, name) for name in {}])"

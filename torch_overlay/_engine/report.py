@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._options import variable
+from torch_overlay._options import handles_streams, variable
 from torch_overlay.version import __version__
 
 from . import verify
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Option of torch_overlay.config -> what it switches. The comment in config.py has the details.
 FEATURES = {
-    "streams": "user streams and events go through the compiler",
+    "streams": "user streams and events go through the compiler, but for AOTInductor, and C++ and FX wrappers",
     "nvtx": "profiles name calls, graphs and side streams; profiler ranges stay in compiled stream programs",
     "fold_branches_below_us": "small branches on side streams run fused on the caller's stream",
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
@@ -115,9 +115,10 @@ def feature(installer: Installer, name: str) -> Feature:
     else:
         why = "default"
     value = getattr(config, name)
-    return Feature(
-        name, FEATURES[name], bool(value) and value != "off", f"{value}, {why}" if type(value) is str else why
-    )
+    on = bool(value) and value != "off"
+    if name == "streams" and on and not handles_streams():
+        on, why = False, "torch._inductor.config asks for a C++ or FX wrapper: streams are upstream's there"
+    return Feature(name, FEATURES[name], on, f"{value}, {why}" if type(value) is str else why)
 
 
 def make_status(installer: Installer) -> Status:

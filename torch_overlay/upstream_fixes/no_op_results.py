@@ -30,6 +30,7 @@ from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
 from torch_overlay._inductor.streams.pass_log import COPY_OF
+from torch_overlay._options import handles_streams
 from torch_overlay.upstream_fixes.results_in_inputs import may_lie_in_written_input
 
 
@@ -61,7 +62,7 @@ class NoOpPass:
         input, its new value or another result. Results that were views of one memory before remain so.
         """
         self._left = set(self._output.graph.nodes)
-        if any(node_stream(node) or fact_of(node).before for node in self._nodes):
+        if handles_streams() and any(node_stream(node) or fact_of(node).before for node in self._nodes):
             self._keep_for_other_streams()
         if not self._left.issuperset(self._results):
             self._keep_results()
@@ -104,7 +105,8 @@ class NoOpPass:
             # The first removed operation read the value, on its stream; who waits for the last one waited for it.
             _, removed = self._behind(maker, (value,))
             first = removed[-1] if removed else maker
-            if shared or first in self._copies or any(_is_read_later(maker, n) for n in others):
+            is_read_later = handles_streams() and any(_is_read_later(maker, n) for n in others)
+            if shared or first in self._copies or is_read_later:
                 copy = self._copy(first, value)
                 for user in left.intersection(users[maker]):
                     if is_stream_op(user):  # `record_stream` must name the block that the caller gets
