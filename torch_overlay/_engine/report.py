@@ -16,6 +16,8 @@ from . import verify
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch_overlay.seams import Seam
 
     from .install import Installer
@@ -37,8 +39,9 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class SeamState:
-    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", or "missed": its
-    module was loaded past the overlay's finder, and the seam is installed at the next compilation.
+    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", "missed": its
+    module was loaded past the overlay's finder, and the seam is installed at the next compilation, or "taken out" by
+    another library, and the next compilation disables the overlay.
     """
 
     seam: Seam
@@ -89,9 +92,11 @@ def installed_version(package: str) -> str:
         return "none"
 
 
-def seam_state(installer: Installer, seam: Seam, missed: set[str]) -> str:
+def seam_state(installer: Installer, seam: Seam, missed: set[str], taken: Sequence[str]) -> str:
     if seam.module in missed:
         return "missed"
+    if seam.target in taken:
+        return "taken out"
     if seam.target in installer.changes:
         return "installed"
     return "waiting" if installer.enabled else "off"
@@ -124,14 +129,16 @@ def feature(installer: Installer, name: str) -> Feature:
 def make_status(installer: Installer) -> Status:
     base = verify.base()
     seams = installer.get_seams()
-    missed = installer.missed()
-    states = tuple(SeamState(seam, seam_state(installer, seam, missed)) for seam in seams)
+    missed, taken = installer.missed(), installer.taken_out()
+    states = tuple(SeamState(seam, seam_state(installer, seam, missed, taken)) for seam in seams)
     count = Counter(state.state for state in states)
     why = installer.off_because
     if installer.enabled:
         why = f"{count['installed']} seams installed, {count['waiting']} waiting for their module to be imported"
     if missed:
         why += f", {count['missed']} missed: an import hook loaded their modules past the overlay"
+    if taken:
+        why += f", {len(taken)} taken out by another library"
     return Status(
         enabled=installer.enabled,
         why=why,
