@@ -208,8 +208,8 @@ def find_place(seam: Seam, module: ModuleType) -> Place:
             seam.target,
             f"the function that {module.__file__} defines",
             f"a hook for {place.original.__overlay__}",
-            "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path. If another "
-            "library has put back a hook that it saved, take that out.",
+            "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path. If "
+            "another library has put back a hook that it saved, take that out.",
         )
     if seam.kind == "wrap" and not is_upstreams_own(place.original, seam, module):
         code = getattr(place.original, "__code__", None)
