@@ -69,19 +69,6 @@ def offload_settings(config: Any) -> Settings | None:
     return found
 
 
-def handles_streams() -> bool:
-    """True if the streams of what is being traced or compiled are the overlay's to handle. They are upstream's in code
-    for a C++ or FX wrapper, and in what torch.export traces, which AOTInductor may compile.
-    """
-    import torch
-    import torch._inductor.config as inductor_config
-
-    from torch_overlay import config
-
-    others = torch.compiler.is_exporting() or inductor_config.cpp_wrapper or inductor_config.fx_wrapper
-    return config.streams and not others
-
-
 SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch, SPELLINGS)
 COUNT = Option("an int, not negative", lambda v: type(v) is not bool and isinstance(v, int) and v >= 0, int)
 OPTIONS: Mapping[str, Option] = {
@@ -161,6 +148,8 @@ def install(config: ModuleType) -> None:
 
     class Checked(type(config)):  # type: ignore[misc]
         def __setattr__(self, name: str, value: object) -> None:
+            if name == "__spec__":  # importlib.reload
+                raise ImportError(f"{config.__name__} can't be loaded again: set its options, or start a new process")
             check(name, value)
             super().__setattr__(name, value)
 

@@ -17,7 +17,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

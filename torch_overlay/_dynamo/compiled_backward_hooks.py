@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from torch_overlay._dynamo import backward_tables, compiled_backward
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from torch._dynamo.eval_frame import innermost_backend
 
 from torch_overlay._dynamo import objects, prologue, registry
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

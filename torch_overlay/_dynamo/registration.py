@@ -83,7 +83,7 @@ def make_state(original: type) -> Callable[[], Any]:
 
     def make() -> Any:
         from torch_overlay._dynamo import state
-        from torch_overlay._options import handles_streams
+        from torch_overlay._stream_handling import handles_streams
 
         return state.StreamState() if handles_streams() and state.applies() else original()
 

@@ -9,7 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._options import handles_streams, variable
+from torch_overlay._options import check, variable
+from torch_overlay._stream_handling import handles_streams
 from torch_overlay.version import __version__
 
 from . import verify
@@ -110,6 +111,11 @@ def feature(installer: Installer, name: str) -> Feature:
 
     from torch_overlay import config
 
+    try:
+        value = getattr(config, name)
+        check(name, value)
+    except Exception as error:  # somebody has put something there past the checks
+        return Feature(name, FEATURES[name], False, f"not understood: {' '.join(str(error).split())}")
     entry: Any = config._config[name]  # type: ignore[attr-defined]
     unset = _config_module._UNSET_SENTINEL
     by_default = entry.default if entry.env_value_default is unset else entry.env_value_default
@@ -119,7 +125,6 @@ def feature(installer: Installer, name: str) -> Feature:
         why = f"{variable(name)} is set in the environment"
     else:
         why = "default"
-    value = getattr(config, name)
     on = bool(value) and value != "off"
     if name == "streams" and on and not handles_streams():
         on, why = False, "torch._inductor.config asks for a C++ or FX wrapper: streams are upstream's there"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 from torch_overlay.upstream_fixes.no_op_results import NoOpPass
 
 

@@ -10,7 +10,8 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.checkpoint_policies import note_upstream_marks, OFFLOAD
-from torch_overlay._options import handles_streams, offload_settings
+from torch_overlay._options import offload_settings
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

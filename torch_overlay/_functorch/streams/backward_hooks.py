@@ -14,7 +14,7 @@ from torch_overlay._functorch.streams.duplicates import merge_duplicates
 from torch_overlay._functorch.streams.partition import prepare_parts
 from torch_overlay._functorch.streams.saved_values import may_be_donated
 from torch_overlay._functorch.streams.written_inputs import keep_unsaved
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

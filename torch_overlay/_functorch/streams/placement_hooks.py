@@ -11,7 +11,7 @@ from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.epilogue import note_epilogue
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.placement import place_streams
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.offload.hooks import holds_memory_at_once
 from torch_overlay._inductor.offload.schedule import place_copies
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

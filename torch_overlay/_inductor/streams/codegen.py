@@ -24,7 +24,7 @@ from torch_overlay._inductor.streams.regions import place_workspaces, planned, s
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

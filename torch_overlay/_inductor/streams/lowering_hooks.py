@@ -11,7 +11,7 @@ from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import copy_log, lowering as streams
 from torch_overlay._inductor.streams.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
 from torch_overlay._inductor.streams.schedule_order import order_blocking_operations, order_stream_operations
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:

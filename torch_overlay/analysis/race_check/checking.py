@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 from torch_overlay._inductor.streams import lowering
-from torch_overlay._options import handles_streams
+from torch_overlay._stream_handling import handles_streams
 from torch_overlay.analysis.race_check.context import _ALIGNED_COPY, assemble, Context, Promises
 from torch_overlay.analysis.race_check.happens_before import analyse, Race
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
