@@ -78,7 +78,7 @@ class TestSetup(unittest.TestCase):
 
     @form.slow
     def test_suite_of_a_clone_runs_with_a_python_that_has_torch_alone(self) -> None:
-        """A new .venv has what ensurepip brings; what the tests need beyond it is installed, to build the package, too."""
+        """What its .venv has by ensurepip does not build the package."""
         clone, python = self.root / "clone", self.root / "alone" / "bin" / "python"
         subprocess.run(["git", "clone", "--quiet", form.ROOT, clone], check=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.root / "alone"], check=True)
