@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._options import check, variable
-from torch_overlay._stream_handling import handles_streams
 from torch_overlay.version import __version__
 
 from . import verify
@@ -110,6 +109,7 @@ def feature(installer: Installer, name: str) -> Feature:
     from torch.utils import _config_module
 
     from torch_overlay import config
+    from torch_overlay._stream_handling import handles_streams
 
     try:
         value = getattr(config, name)
