@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import subprocess
 import sysconfig
+import tempfile
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -45,6 +47,24 @@ class TestSources(TestCase):
 
 
 class TestFailedBuild(TestCase):
+    def test_compiler_that_hangs_has_a_time_limit(self) -> None:
+        from triton.runtime import build
+
+        with tempfile.TemporaryDirectory() as folder:
+            compiler, alive = Path(folder, "cc"), Path(folder, "alive")
+            compiler.write_text(f"#!/bin/sh\nsleep 1000 > {alive} &\nwait\n")
+            compiler.chmod(0o755)
+            os.mkfifo(alive)
+            reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+            self.addCleanup(os.close, reader)
+            hangs = mock.patch.object(build, "_find_compiler", lambda language: str(compiler))
+            error = self.assertRaisesRegex(RuntimeError, f"the compiler {compiler} has not ended in 0.5 s")
+            with hangs, mock.patch.object(csrc, "SECONDS", 0.5), error:
+                csrc.build("libnone.so")
+            self.assertIs(build.subprocess, subprocess)
+            os.set_blocking(reader, True)
+            self.assertEqual(os.read(reader, 1), b"")  # the compiler's child is gone
+
     def test_keeps_nothing_of_its_callers(self) -> None:
         held: list[weakref.ref[set[int]]] = []
 

@@ -387,6 +387,43 @@ class TestRefusals(FakeUpstream):
         installer.disable()
         self.assertEqual((module.plain(1), module.cached(1)), (2, 3))
 
+    def test_somebody_puts_back_what_was_there_before_the_hook(self) -> None:
+        """The next compilation is an error that names each place, and all other hooks are gone; so they are after
+        disable(). One function, a class, a number, another function from the same source, or all of a module.
+        """
+        names = ("plain", "cached", "Thing.static", "Thing.prop", "Thing.method")
+        seams = [self.seam(name) for name in names]
+        seams += [self.seam("Child", "subclass", "replace"), self.seam("LIMIT", "more", "replace")]
+        module = self.load()
+        owners = (module, module.Thing, module.Child)
+        before = [dict(vars(owner)) for owner in owners]
+        saved = {s.qualname: verify.find_place(s, module) for s in seams}
+        copy = types.FunctionType(module.Thing.method.__code__, vars(module))
+        cases = [*({name: saved[name].raw} for name in saved), {"Thing.method": copy}]
+        cases.append({name: place.raw for name, place in saved.items()})
+        for case in cases:
+            for leave in ("before_compilation", "disable"):
+                with self.subTest(case, leave=leave):
+                    installer = self.installer(*seams)
+                    installer.enable()
+                    for name, value in case.items():
+                        setattr(saved[name].owner, saved[name].name, value)
+                    if leave == "disable":
+                        installer.disable()
+                    else:
+                        with self.assertRaises(OverlayError) as caught:
+                            installer.before_compilation()
+                        self.assertEqual(caught.exception.reason, "taken_out")
+                        targets = {f"torchfake.upstream:{name}" for name in case}
+                        self.assertEqual(set(caught.exception.target.split(", ")), targets)
+                        self.assertIn("torch_overlay is disabled. ", str(caught.exception))
+                        self.assertIn("taken_out", installer.off_because)
+                    self.assertFalse(installer.enabled)
+                    self.assertEqual([dict(vars(owner)) for owner in owners], before)
+                    installer.enable()
+                    self.assertEqual((module.plain(1), module.Thing().method(1), module.LIMIT), (20, 80, 9))
+                    installer.disable()
+
     def test_enabling_from_a_module_that_the_target_is_importing(self) -> None:
         self.write("torchfake/upstream.py", "import torchfake.enabler\n" + textwrap.dedent(UPSTREAM))
         self.write("torchfake/enabler.py", "import builtins\nbuiltins.enable_now()\n")

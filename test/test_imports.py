@@ -20,7 +20,7 @@ PACKAGE = "torch_overlay"
 # for all of a folder that no longer name stands for.
 LAYERS = (
     ("errors", "version", "csrc"),
-    ("config", "_options", "_logging", "seams", "hooks", "_functorch.offload.settings"),
+    ("config", "_options", "_stream_handling", "_logging", "seams", "hooks", "_functorch.offload.settings"),
     # The words of FX graphs, and what is said of a node.
     tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
     ("_dynamo",),

@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 from series import apply_change, base, FileChange, PatchFile, SeriesError, sha256, whole_series
-from tree_change import is_locked, locked, read_journal
+from tree_change import is_locked, is_readable, locked, read_journal
 
 
 Contents = dict[str, str | None]
@@ -189,10 +189,10 @@ def change(root: Path, reverse: bool) -> int:
                 say(f"{error}: nothing else to do")
                 return 0
             say(str(error), error=True)
-            if tree.journal.exists():
-                say("The tree is half changed; the next run of this tool puts it back first.", error=True)
-            else:
+            if not tree.journal.exists():
                 say(f"Nothing {'else ' if recovered else ''}was changed.", error=True)
+            elif is_readable(root):
+                say("The tree is half changed; the next run of this tool puts it back first.", error=True)
             return 1
     say(f"{len(series) - 1} patches {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
     if reverse:

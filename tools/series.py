@@ -224,6 +224,11 @@ def broken(what: str, folder: Path) -> SeriesError:
     )
 
 
+def is_of_tree(path: str, roots: tuple[str, ...] = ("torch/",)) -> bool:
+    """Is the path in one of the folders?"""
+    return path.startswith(roots) and ".." not in path
+
+
 def parse_patch(name: str, text: str, roots: tuple[str, ...] = ("torch/",)) -> PatchFile:
     """Read a patch. Raises SeriesError if it changes a file outside of the folders `roots`, or can't be read."""
     header, *diffs = re.split(r"(?m)^diff --git ", text)
@@ -231,7 +236,7 @@ def parse_patch(name: str, text: str, roots: tuple[str, ...] = ("torch/",)) -> P
     for diff in diffs:
         lines = diff.split("\n")
         match = re.fullmatch(r"a/(\S+) b/(\S+)", lines[0])
-        if match is None or match[1] != match[2] or not match[1].startswith(roots) or ".." in match[1]:
+        if match is None or match[1] != match[2] or not is_of_tree(match[1], roots):
             raise SeriesError(f"{name}: cannot read the diff of {lines[0]!r}")
         is_new = lines[1:2] == ["new file mode 100644"]
         changes.append(FileChange(match[1], is_new, tuple(parse_hunks(name, lines))))

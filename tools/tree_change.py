@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from series import SeriesError, sha256
+from series import is_of_tree, SeriesError, sha256
 
 
 if TYPE_CHECKING:
@@ -98,13 +98,24 @@ def read_journal(root: Path) -> Journal | None:
     path = find_folder(root) / "journal"
     try:
         record = json.loads(path.read_bytes())
-        return Journal(record["action"], tuple(Step(**step) for step in record["steps"]))
+        steps = tuple(Step(**step) for step in record["steps"])
+        if not all(is_of_tree(step.path) for step in steps):
+            raise ValueError(steps)
+        return Journal(record["action"], steps)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise SeriesError(
             f"{path} cannot be read. Copy the files of {path.parent / 'old'} back to {root}, then remove {path.parent}"
         ) from None
+
+
+def is_readable(root: Path) -> bool:
+    """Is there a journal, by which a run can roll back?"""
+    try:
+        return read_journal(root) is not None
+    except SeriesError:
+        return False
 
 
 def is_locked(root: Path) -> bool:

@@ -148,6 +148,8 @@ def install(config: ModuleType) -> None:
 
     class Checked(type(config)):  # type: ignore[misc]
         def __setattr__(self, name: str, value: object) -> None:
+            if name == "__spec__":  # importlib.reload
+                raise ImportError(f"{config.__name__} can't be loaded again: set its options, or start a new process")
             check(name, value)
             super().__setattr__(name, value)
 

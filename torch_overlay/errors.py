@@ -14,12 +14,14 @@ REASONS = {
     "wrapped_over": "another library has replaced one of the overlay's hooks with its own function",
     "torch_is_importing": "a module that a seam needs is still being imported",
     "loaded_past": "a module that a seam needs was loaded without the overlay's knowledge",
+    "taken_out": "another library has taken a hook of the overlay's out",
     "bad_registration": "a registration did not return the callable that undoes it",
 }
 
 
 class OverlayError(RuntimeError):
-    """Raised if the overlay could not be installed or removed; nothing was changed.
+    """Raised if the overlay could not be installed or removed, and nothing was changed, or if it was changed from
+    outside, and is disabled.
 
     Attributes:
         reason: a key of REASONS
@@ -33,11 +35,12 @@ class OverlayError(RuntimeError):
         self.expected = expected
         self.found = found
         self.remedy = remedy
+        outcome = "torch_overlay is disabled" if reason in ("loaded_past", "taken_out") else "nothing was changed"
         super().__init__(
             f"torch_overlay [{reason}] {target}: {REASONS[reason]}.\n"
             f"  expected: {expected}\n"
             f"  found:    {found}\n"
-            f"  nothing was changed. {remedy}"
+            f"  {outcome}. {remedy}"
         )
 
     def __reduce__(self) -> tuple[type[OverlayError], tuple[str, ...]]:

@@ -59,6 +59,12 @@ PATCHES: tuple[Patch, ...] = (
         "calls it, and failed with a NameError.",
     ),
     Patch(
+        slug="aot-recomputed-random",
+        subject="A budget of memory does not compute random numbers again",
+        description="With activation_memory_budget or aggressive_recomputation, backwards computed random operators "
+        "again without the state of their generator: gradients were those of other dropout masks, silently.",
+    ),
+    Patch(
         slug="inductor-concat-results",
         subject="A result that shows a part of a concatenation has memory of its own",
         description="Inputs of a concatenation are computed in place, but for those that the graph returns. A view of "
@@ -209,6 +215,16 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="2cc172e7951e438e",
         why="The variable with the device's index is its function's; a partition is another function.",
         ends="upstream defines the variable in each partition that uses it",
+    ),
+    # ---- aot-recomputed-random
+    Seam(
+        target="torch._functorch.partitioners:choose_saved_values_set",
+        impl="torch_overlay.upstream_fixes.recomputed_random:choose_saved_values_set",
+        kind="wrap",
+        patch="aot-recomputed-random",
+        fingerprint="8c2bb81101b21345",
+        why="The partitioner saves no state of a generator for what a budget of memory has it compute again.",
+        ends="upstream saves the state, or the numbers",
     ),
     # ---- inductor-concat-results
     Seam(

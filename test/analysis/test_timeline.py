@@ -311,6 +311,12 @@ text 20.0,260.0 Times are estimates, for a device that never waits for the host.
         for width, us in zip(widths, (10, 5, 4, 20)):
             self.assertAlmostEqual(width, room * us / 34, delta=0.1)
 
+    def test_text_that_xml_has_no_place_for(self) -> None:
+        p = Program()
+        p.run("a" + "".join(map(chr, (*range(32), 0xD800, 0xDFFF, 0xFFFE, 0x1F600))) + "b", "main", 1.0)
+        titles = [e.text or "" for e in ET.fromstring(p.timeline().svg().encode()).iter() if e.tag.endswith("}title")]
+        self.assertTrue(any(re.search("^a\ufffd.*\U0001f600b", text, re.DOTALL) for text in titles), titles)
+
     def test_text_is_escaped(self) -> None:
         p = Program()
         p.run("a<b", "main", 1.0, "x.py:1: if a < b & c:")

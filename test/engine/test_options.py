@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import pickle
 import threading
 import unittest
 from unittest import mock
+
+import torch._inductor.config
 
 import form
 from torch_overlay import config
@@ -145,6 +148,39 @@ class TestAssignment(unittest.TestCase):
             with config.patch(streams=False, cudagraphs="off"):
                 assigned = "torch_overlay.config.{} was assigned".format
                 self.assertEqual(found(), [(False, assigned("streams")), (False, f"off, {assigned('cudagraphs')}")])
+            with torch._inductor.config.patch(cpp_wrapper=True):
+                (on, why), _ = found()
+                self.assertFalse(on)
+                self.assertIn("torch._inductor.config asks for a C++ or FX wrapper", why)
+        self.assertIn("but for AOTInductor", str(form.overlay.status()))
+
+    def test_status_of_a_value_that_no_option_takes(self) -> None:
+        """Put there past the checks, or deleted."""
+
+        class Odd:
+            def __eq__(self, other: object) -> bool:
+                raise TypeError("no answer,\nin two lines")
+
+            def __repr__(self) -> str:
+                return "two\nlines"
+
+            __hash__ = None  # type: ignore[assignment]
+
+        entries = config._config
+        for name, value in (("streams", "abc"), ("cudagraphs", Odd()), ("activation_offload", Odd())):
+            with self.subTest(name):
+                token = entries[name].user_override.set(value)
+                self.addCleanup(entries[name].user_override.reset, token)
+                (line,) = (line for line in str(form.overlay.status()).splitlines() if f" {name}:" in line)
+                self.assertRegex(line, r"^  off .*\(not understood: .*\)$")
+        with mock.patch.object(entries["nvtx"], "hide", True):
+            self.assertRegex(str(form.overlay.status()), r"off nvtx: .*\(not understood: .*nvtx does not exist\)\n")
+
+    def test_loaded_again_is_one_clear_error(self) -> None:
+        with self.assertRaisesRegex(ImportError, r"torch_overlay\.config can't be loaded again: set its options, or"):
+            importlib.reload(config)
+        with self.assertRaises(ValueError):
+            config.streams = "abc"
 
 
 SHOW = "import torch_overlay\nprint([getattr(torch_overlay.config, name) for name in {}])"

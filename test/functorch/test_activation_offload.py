@@ -684,6 +684,18 @@ def everything(model: Model, budget: int, link: Link) -> Any:
     return choose(model, budget, link)
 
 
+@torch.library.custom_op(
+    "test_offload::noise", mutates_args=(), tags=(torch.Tag.pointwise, torch.Tag.nondeterministic_seeded)
+)
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def recomputing(model: Model, budget: int, link: Link) -> Any:
     """Every candidate leaves the device; what can be computed again, of others that can't, is."""
     found = everything(model, budget, link)
@@ -785,6 +797,20 @@ class TestValues(TestCase):
 
     def test_random_numbers(self) -> None:
         self.check(dropout, torch.randn(16, 16))
+
+    def test_random_numbers_are_not_drawn_again(self) -> None:
+        """Not even those of an operator that says it is pointwise."""
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            y = torch.nn.functional.dropout(torch.sin(x), 0.5)
+            return torch.exp(y * noise(y.detach())) @ x
+
+        x = torch.randn(16, 16, requires_grad=True)
+        with on_the_cpu():
+            expected = gradients(interpret(fn), [x])
+            with offloading(all_of_it=True, by=recomputing) as reports:
+                self.assertEqual(gradients(interpret(fn), [x]), expected, rtol=0, atol=0)
+        self.assertGreater(len(reports[0].choice.recomputed), 0)
 
     def test_types(self) -> None:
         self.check(mixed_types, torch.randn(16, 16))

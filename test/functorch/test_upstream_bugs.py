@@ -144,5 +144,12 @@ class TestUpstreamBugs(TestCase):
         (error,) = found_on_stock()["saved_numbers"]
         self.assertRegex(error, "_local_scalar_dense.*found type 'int'")
 
+    @form.slow
+    @form.overlay_only
+    def test_on_stock_random_numbers_are_drawn_again(self) -> None:
+        found = found_on_stock()["numbers_drawn_again"]
+        kinds = ["dropout", "bernoulli", "permutation", "rrelu", "attention", "branch"]
+        self.assertEqual(list(dict.fromkeys(text.split(":")[0] for text in found)), kinds)
+
 
 instantiate_parametrized_tests(TestUpstreamBugs)

@@ -549,6 +549,48 @@ def recorded_lazy_views() -> list[str]:
     return found
 
 
+def numbers_drawn_again() -> list[str]:
+    """Under a budget of memory the backward computes with other random numbers than the forward."""
+    F = torch.nn.functional
+
+    def dropout(y: torch.Tensor) -> torch.Tensor:
+        return F.dropout(y, 0.5)
+
+    def bernoulli(y: torch.Tensor) -> torch.Tensor:
+        return (y * torch.bernoulli(torch.full_like(y, 0.5))).sin()
+
+    def permutation(y: torch.Tensor) -> torch.Tensor:
+        return y[:, torch.randperm(16)].sin()
+
+    def rrelu(y: torch.Tensor) -> torch.Tensor:
+        return F.rrelu(y, training=True).sin()
+
+    def attention(y: torch.Tensor) -> torch.Tensor:
+        y = y.view(1, 2, 8, 16)
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=0.5).view(16, 16)
+
+    def branch(y: torch.Tensor) -> torch.Tensor:
+        return torch.cond(y.sum() > -1e9, dropout, torch.sin, (y,))
+
+    def gradients(between: Callable[..., torch.Tensor], **options: Any) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        inputs = [torch.randn(16, 16).requires_grad_() for _ in range(3)]
+        with torch._functorch.config.patch(options):
+            loss = torch.compile(lambda x, v, w: between(x @ v) @ w, backend="aot_eager", fullgraph=True)(*inputs).sum()
+            loss.backward()
+        return [loss, *(x.grad for x in inputs)]
+
+    found = []
+    for between in (dropout, bernoulli, permutation, rrelu, attention, branch):
+        right = gradients(between)
+        cases: list[dict[str, Any]] = [{"activation_memory_budget": budget} for budget in (0.5, 0.1, 0.0)]
+        for options in (*cases, {"aggressive_recomputation": True}):
+            if not all(map(torch.equal, right, gradients(between, **options))):
+                found.append(f"{between.__name__}: other gradients with {options}")
+    return found
+
+
 CHECKS = (
     stale_streams,
     donated_duplicates,
@@ -567,6 +609,7 @@ CHECKS = (
     updates_of_what_is_kept,
     recorded_lazy_views,
     pinned_buffers,
+    numbers_drawn_again,
 )
 
 

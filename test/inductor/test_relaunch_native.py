@@ -872,7 +872,9 @@ class TestArguments(TestCase):
         self.check(TypeError, "the numbers must be a tuple, not int", self.call, numbers=3)
         self.check(TypeError, r"numbers are \(inputs, constants", self.call, numbers=((), ()))
         self.check(TypeError, "number 0 must be a tuple, not int", run, (3,))
-        self.check(ValueError, "a number at a negative position", run, ((-1, 0),))
+        for position in (-1, sys.maxsize):
+            self.check(ValueError, "a number at a position that no list has", run, ((position, 0),))
+        run(((sys.maxsize - 1, 0),))
         self.check(TypeError, "constant 0 must be a tuple", run, (), ([0, 1],))
         self.check(OverflowError, "", run, (), ((0, 1 << 63),))
         self.check(TypeError, "step 0 must be a tuple", run, (), (), (None,))
@@ -882,6 +884,13 @@ class TestArguments(TestCase):
         self.check(ValueError, wrong, run, ((0, 0),), ((1, 0.5),), ((0, 0, 1),))
         self.check(ValueError, "a result of numbers that nothing computes", run, ((0, 0),), (), (), (1,))
         self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
+
+    def test_positions_of_inputs(self):
+        blocks = modules["native"].Blocks(0, (self.NODE,), (), 1)
+        arguments = {**self.maker().keywords, "masks": (0,), "order": ()}
+        for position in (-1, sys.maxsize):
+            absent = "an input at a position that no list has"
+            self.check(ValueError, absent, blocks.call, **{**arguments, "positions": (position,)})
 
     def test_number_slots(self):
         make = modules["native"].Blocks

@@ -803,12 +803,6 @@ free buf2 (stream 1) after exit
             self.assertEqual(told("user_kernel_fills_memory_of_the_callers_stream", None), ["stream0"])
             self.assertEqual(told("user_kernel_fills_memory_of_a_side_stream", None), ["stream1"])
 
-    def test_cpp_wrapper_is_refused_with_a_reason(self) -> None:
-        program = by_name("fork_join")
-        refusal = self.assertRaisesRegex(Exception, "uses CUDA streams or events, and the C\\+\\+ wrapper")
-        with torch._inductor.config.patch(cpp_wrapper=True), refusal:
-            compile_program(program)
-
     def test_ranges_stand_among_the_launches(self) -> None:
         def launches(mode: str | None) -> list[str]:
             (wrapper,) = compiled("ranges_kept", mode).wrappers

@@ -468,6 +468,22 @@ class TestUnfinishedRuns(unittest.TestCase):
             result = patch_faults.run(root, *options)
             self.assertEqual(result.status, 1)
             self.assertRegex(result.output, r"journal cannot be read\. Copy the files of \S+/old back")
+            self.assertNotIn("puts it back", result.output)
+
+    def test_a_journal_names_no_file_beside_the_tree(self) -> None:
+        """One that nobody's patch could have: the file would be taken for a new one, and removed."""
+        for path in ("torch/../../beside", "../beside", "/beside", "beside"):
+            root = self.small()
+            self.killed(root)
+            (root.parent / "beside").write_text("of the user\n")
+            step = {"path": path, "before": None, "after": series.sha256(b"of the user\n")}
+            record = {"action": "apply", "steps": [step]}
+            (root / "torch" / ".apply_patches" / "journal").write_text(json.dumps(record))
+            for options in (["--check"], []):
+                result = patch_faults.run(root, *options)
+                self.assertEqual(result.status, 1, path)
+                self.assertIn("journal cannot be read", result.output)
+            self.assertEqual((root.parent / "beside").read_text(), "of the user\n")
 
     def test_a_run_waits_for_the_one_at_work_and_check_says_so(self) -> None:
         root = self.small()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import unittest
 from pathlib import Path
@@ -73,6 +75,26 @@ class TestSetup(unittest.TestCase):
         self.assertFalse(list((self.root / ".venv").glob("lib/python*/site-packages/torch")))
         again = self.run_setup(**NO_NETWORK)
         self.assertEqual((again.returncode, again.stdout), (0, f"{python}\n"), again.stderr)
+
+    @form.slow
+    def test_suite_of_a_clone_runs_with_a_python_that_has_torch_alone(self) -> None:
+        """What its .venv has by ensurepip does not build the package."""
+        clone, python = self.root / "clone", self.root / "alone" / "bin" / "python"
+        subprocess.run(["git", "clone", "--quiet", form.ROOT, clone], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.root / "alone"], check=True)
+        tests = [pin.partition("==")[0] for pin in requirements.pins(["test"]) if not pin.startswith("torch==")]
+        hidden = {path.parts[0] for name in tests for path in importlib.metadata.files(name) or ()}
+        (packages,) = (self.root / "alone").glob("lib/python*/site-packages")
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if path.name not in hidden and path.suffix != ".pth":
+                (packages / path.name).symlink_to(path)
+        command = [clone / "tools" / "test", "test/tools/test_package.py", "-k", "wheel"]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment |= {"PYTHON": str(python), "CUDA_VISIBLE_DEVICES": ""}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertIn("using the torch of", result.stderr)
+        self.assertIn("1 passed", result.stdout)
 
     def test_wrong_python_is_refused_with_the_version_found(self) -> None:
         self.program("python3.9", "echo 3.9")

@@ -16,8 +16,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
 from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _draws_random_numbers(node: Node) -> bool:
 def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
     if not original(node):
         return False
-    if not config.streams or node.op not in ("call_function", "call_method"):
+    if not handles_streams() or node.op not in ("call_function", "call_method"):
         return True
     if _draws_random_numbers(node):
         return False

@@ -8,9 +8,9 @@ import torch
 import torch.fx.traceback
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from torch_overlay import config
 from torch_overlay._dynamo import backward_tables, compiled_backward
 from torch_overlay._functorch.streams.fx import node_stream
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def copy_backward(
     before = len(graph.nodes)
     result = original(compiler, inputs, saved, tensors, pctx, ctx, *rest)
     table = backward_tables.table_of(ctx)
-    if not config.streams or table is None:
+    if not handles_streams() or table is None:
         return result
     from torch._dynamo.compiled_autograd import extract_bw_module
 
@@ -53,7 +53,7 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
     compile_graph, found = compiler.compiler_fn, []
 
     def compile_placed(gm: GraphModule) -> Any:
-        found.append((gm, compiled_backward.write_stream_program(gm) if config.streams else ()))
+        found.append((gm, compiled_backward.write_stream_program(gm) if handles_streams() else ()))
         return compile_graph(gm)
 
     compiler.compiler_fn = compile_placed
@@ -71,7 +71,7 @@ def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> 
     A graph with a list among its inputs, as compiled autograd's is, is wrapped while AOTAutograd traces it, and
     upstream runs a wrapped graph without looking at the metadata of its nodes.
     """
-    if not config.streams or not any(node_stream(n) for n in module.gm.graph.nodes):
+    if not handles_streams() or not any(node_stream(n) for n in module.gm.graph.nodes):
         return original(module, *args)
     with torch.fx.traceback.preserve_node_meta():
         return PropagateUnbackedSymInts(module.gm).run(*module.unflatten_fn(list(args)))

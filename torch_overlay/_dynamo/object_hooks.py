@@ -10,8 +10,11 @@ import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch._inductor.config as inductor_config
+from torch._dynamo.eval_frame import innermost_backend
 
 from torch_overlay._dynamo import objects, prologue, registry
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.source import CurrentStreamSource, Source
+
+
+_COMPILER = 5  # the compiler's position among the arguments of `_compile`
+_WRAPPERS = "cpp_wrapper", "fx_wrapper"
 
 
 def get_external_object_by_index(original: Callable[[int], object], index: int) -> object:
@@ -45,7 +52,7 @@ def reset_user_object_tracking(original: Callable[[], None]) -> None:
 
 
 def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
-    return registry.add_callers_object(original, value, source)
+    return registry.add_callers_object(original, value, source) if handles_streams() else original(value, source)
 
 
 def has_user_objects(original: Callable[[], bool]) -> bool:
@@ -66,7 +73,10 @@ def reconstruct_current_stream(
 
 
 def compile_frame(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with registry.inner_frame():
+    """Compile a frame, with the wrapper that the options of torch.compile ask for: `handles_streams` looks there."""
+    options = getattr(innermost_backend(args[_COMPILER]), "config", None)
+    wrapper = {name: options[name] for name in _WRAPPERS if name in options} if isinstance(options, dict) else {}
+    with registry.inner_frame(), inductor_config.patch(wrapper):
         return original(*args, **kwargs)
 
 

@@ -82,9 +82,9 @@ def make_state(original: type) -> Callable[[], Any]:
     """Replace the class from which the translator makes its stream state."""
 
     def make() -> Any:
-        from torch_overlay import config
         from torch_overlay._dynamo import state
+        from torch_overlay._stream_handling import handles_streams
 
-        return state.StreamState() if config.streams and state.applies() else original()
+        return state.StreamState() if handles_streams() and state.applies() else original()
 
     return make

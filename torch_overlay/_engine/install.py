@@ -8,7 +8,7 @@ Lifecycle, all under one lock:
                4. change: owners first, then those who hold the originals by value, then registrations
     import of a module that has seams: steps 2 to 4 for that module              (late_import.py)
     compilation: the same for modules that were loaded past our finder           (before_compilation)
-    disable()  the changes in reverse, after checking that every hook is still where it was put
+    disable()  the changes in reverse, after checking that nobody has put anything around a hook, or in its place
 
 An error in steps 1 to 3 changes nothing; an error in step 4 is rolled back. Invariants:
 
@@ -17,7 +17,7 @@ An error in steps 1 to 3 changes nothing; an error in step 4 is rolled back. Inv
        be waiting for our lock.
     3. Between enable() and disable() a loaded module has all of its seams, or is being imported right now. A module
        that was loaded past our finder gets its seams before anything is compiled, or the overlay is disabled with an
-       error.
+       error. So it is where another library has put upstream's object back in a hook's place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Any, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 from torch_overlay.errors import OverlayError
 from torch_overlay.hooks import registered_by, resolve, wrapped_by
@@ -40,7 +40,7 @@ from .late_import import is_importing, is_running_here, LateImportFinder
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
     from torch_overlay.seams import Seam
@@ -67,6 +67,17 @@ class Change:
         if self.place is None:
             return False
         return self.seam.kind == "wrap" or getattr(self.place.original, "__module__", None) == self.seam.module
+
+    def identify(self, found: Any) -> Literal["hook", "original", "new", "other"]:
+        """Return what an object at the target's place is; "new": as upstream's code defines it when it runs again."""
+        function = verify.unwrap_descriptor(found)
+        if self.place is None or function is self.hook:
+            return "hook"
+        if function is self.place.original:
+            return "original"
+        module = sys.modules.get(self.seam.module)
+        can_be_new = self.seam.kind == "wrap" and module is not None
+        return "new" if can_be_new and verify.is_upstreams_own(function, self.seam, module) else "other"
 
 
 class Installer:
@@ -156,11 +167,11 @@ class Installer:
         if finder is None:
             return
         finder.stand_first()
-        missed = self.missed()
-        if not missed:
+        missed, taken = self.missed(), self.taken_out()
+        if not missed and not taken:
             return
-        if is_inner:
-            error = loaded_past(missed)
+        if is_inner or taken:
+            error = taken_out(taken) if taken else loaded_past(missed)
             self.disable(because=str(error))
             raise error
         self._wait_for_imports(missed)
@@ -186,12 +197,27 @@ class Installer:
         if finder is None:
             return set()
         loaded = {name: m for name in finder.names if (m := sys.modules.get(name)) and not finder.will_report(name)}
-        missed = {name for name, module in loaded.items() if not self._is_seamed(name, module)}
+        there: dict[str, set[str]] = {}
+        for change, what in self._identified():
+            if change.seam.kind == "wrap":
+                there.setdefault(change.seam.module, set()).add(what)
+        again = {name for name, found in there.items() if "new" in found and found.isdisjoint(("hook", "original"))}
+        return {name for name, module in loaded.items() if name in again or not self._is_seamed(name, module)}
+
+    def taken_out(self) -> list[str]:
+        """Return the targets at which somebody has put upstream's object back; the module's code has not run again."""
+        missed = self.missed()
+        return [
+            change.seam.target
+            for change, what in self._identified()
+            if what in ("original", "new") and change.seam.module not in missed
+        ]
+
+    def _identified(self) -> Iterator[tuple[Change, str]]:
+        """Yield the changes of loaded modules, each with what is at its place."""
         for change in list(self.changes.values()):
-            module = loaded.get(change.seam.module)
-            if module is not None and verify.is_unhooked(change.seam, module):
-                missed.add(change.seam.module)
-        return missed
+            if change.place is not None and (module := sys.modules.get(change.seam.module)) is not None:
+                yield change, change.identify(verify.current(change.seam, module))
 
     def _is_seamed(self, name: str, module: ModuleType) -> bool:
         seamed, spec = self.seamed.get(name, (None, None))
@@ -300,7 +326,7 @@ class Installer:
         if place is None:
             return
         current = vars(place.owner).get(place.name)
-        if current is not change.raw_hook:
+        if current is not change.raw_hook and change.identify(current) not in ("original", "new"):
             raise OverlayError(
                 "wrapped_over",
                 change.seam.target,
@@ -340,7 +366,18 @@ def loaded_past(names: Iterable[str]) -> OverlayError:
         ", ".join(sorted(names)),
         "a module that is loaded through torch_overlay's finder",
         "one that an import hook loaded past it, in the middle of a compilation",
-        "Install other import hooks before torch_overlay is imported. torch_overlay is disabled; after "
+        "Install other import hooks before torch_overlay is imported. After torch_overlay.enable() and "
+        "torch._dynamo.reset() everything is compiled with it.",
+    )
+
+
+def taken_out(targets: Iterable[str]) -> OverlayError:
+    return OverlayError(
+        "taken_out",
+        ", ".join(targets),
+        "the hook that enable() put there",
+        "upstream's own object",
+        "Import torch_overlay before the library that puts back what it has saved, or after it has done so. After "
         "torch_overlay.enable() and torch._dynamo.reset() everything is compiled with it.",
     )
 

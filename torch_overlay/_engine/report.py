@@ -9,20 +9,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._options import variable
+from torch_overlay._options import check, variable
 from torch_overlay.version import __version__
 
 from . import verify
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch_overlay.seams import Seam
 
     from .install import Installer
 
 # Option of torch_overlay.config -> what it switches. The comment in config.py has the details.
 FEATURES = {
-    "streams": "user streams and events go through the compiler",
+    "streams": "user streams and events go through the compiler, but for AOTInductor, and C++ and FX wrappers",
     "nvtx": "profiles name calls, graphs and side streams; profiler ranges stay in compiled stream programs",
     "fold_branches_below_us": "small branches on side streams run fused on the caller's stream",
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
@@ -37,8 +39,9 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class SeamState:
-    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", or "missed": its
-    module was loaded past the overlay's finder, and the seam is installed at the next compilation.
+    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", "missed": its
+    module was loaded past the overlay's finder, and the seam is installed at the next compilation, or "taken out" by
+    another library, and the next compilation disables the overlay.
     """
 
     seam: Seam
@@ -89,9 +92,11 @@ def installed_version(package: str) -> str:
         return "none"
 
 
-def seam_state(installer: Installer, seam: Seam, missed: set[str]) -> str:
+def seam_state(installer: Installer, seam: Seam, missed: set[str], taken: Sequence[str]) -> str:
     if seam.module in missed:
         return "missed"
+    if seam.target in taken:
+        return "taken out"
     if seam.target in installer.changes:
         return "installed"
     return "waiting" if installer.enabled else "off"
@@ -104,7 +109,13 @@ def feature(installer: Installer, name: str) -> Feature:
     from torch.utils import _config_module
 
     from torch_overlay import config
+    from torch_overlay._stream_handling import handles_streams
 
+    try:
+        value = getattr(config, name)
+        check(name, value)
+    except Exception as error:  # somebody has put something there past the checks
+        return Feature(name, FEATURES[name], False, f"not understood: {' '.join(str(error).split())}")
     entry: Any = config._config[name]  # type: ignore[attr-defined]
     unset = _config_module._UNSET_SENTINEL
     by_default = entry.default if entry.env_value_default is unset else entry.env_value_default
@@ -114,23 +125,25 @@ def feature(installer: Installer, name: str) -> Feature:
         why = f"{variable(name)} is set in the environment"
     else:
         why = "default"
-    value = getattr(config, name)
-    return Feature(
-        name, FEATURES[name], bool(value) and value != "off", f"{value}, {why}" if type(value) is str else why
-    )
+    on = bool(value) and value != "off"
+    if name == "streams" and on and not handles_streams():
+        on, why = False, "torch._inductor.config asks for a C++ or FX wrapper: streams are upstream's there"
+    return Feature(name, FEATURES[name], on, f"{value}, {why}" if type(value) is str else why)
 
 
 def make_status(installer: Installer) -> Status:
     base = verify.base()
     seams = installer.get_seams()
-    missed = installer.missed()
-    states = tuple(SeamState(seam, seam_state(installer, seam, missed)) for seam in seams)
+    missed, taken = installer.missed(), installer.taken_out()
+    states = tuple(SeamState(seam, seam_state(installer, seam, missed, taken)) for seam in seams)
     count = Counter(state.state for state in states)
     why = installer.off_because
     if installer.enabled:
         why = f"{count['installed']} seams installed, {count['waiting']} waiting for their module to be imported"
     if missed:
         why += f", {count['missed']} missed: an import hook loaded their modules past the overlay"
+    if taken:
+        why += f", {len(taken)} taken out by another library"
     return Status(
         enabled=installer.enabled,
         why=why,

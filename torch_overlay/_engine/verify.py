@@ -208,7 +208,8 @@ def find_place(seam: Seam, module: ModuleType) -> Place:
             seam.target,
             f"the function that {module.__file__} defines",
             f"a hook for {place.original.__overlay__}",
-            "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path.",
+            "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path. If "
+            "another library has put back a hook that it saved, take that out.",
         )
     if seam.kind == "wrap" and not is_upstreams_own(place.original, seam, module):
         code = getattr(place.original, "__code__", None)
@@ -223,22 +224,23 @@ def find_place(seam: Seam, module: ModuleType) -> Place:
     return place
 
 
-def is_unhooked(seam: Seam, module: ModuleType) -> bool:
-    """True if the module's code has run again since the seam was installed. A function around the hook is fine."""
+def current(seam: Seam, module: ModuleType) -> Any:
+    """Return what is at the seam's target in a loaded module now, or None."""
     owner: Any = module
     *path, name = seam.qualname.split(".")
     for part in path:
         owner = vars(owner).get(part)
         if not isinstance(owner, type):
-            return False
-    current = unwrap_descriptor(vars(owner).get(name))
-    if seam.kind != "wrap" or "__overlay__" in getattr(current, "__dict__", {}):
-        return False
-    return is_upstreams_own(current, seam, module)
+            return None
+    return vars(owner).get(name)
 
 
 def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
-    """True if this is the function that the module's source defines, under upstream's own decorators at most."""
+    """True if this is the function that the module's source defines, under upstream's own decorators at most, and no
+    function around a hook.
+    """
+    if "__overlay__" in getattr(value, "__dict__", {}):
+        return False
     own_tree = str(Path(sys.modules["torch"].__file__ or "").parent)
     while True:
         kind = type(value)  # not its __class__: a proxy has the __class__ and __code__ of the object that it stands for

@@ -87,7 +87,7 @@ def check_node_safe(original: Callable[..., None], node: torch.fx.Node) -> None:
     from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
     from torch.fx.experimental.proxy_tensor import _coor_enabled
 
-    from torch_overlay import config
+    from torch_overlay._stream_handling import handles_streams
 
-    if node.target is not get_external_object_by_index or not config.streams or _coor_enabled():
+    if node.target is not get_external_object_by_index or not handles_streams() or _coor_enabled():
         original(node)

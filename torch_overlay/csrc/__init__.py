@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ FOLDER = Path(__file__).parent
 NAME, MAIN = "cuda_driver_c", "module.c"
 DRIVER = "libcuda.so.1"
 FLAGS = ("-std=gnu11", "-fvisibility=hidden")
+SECONDS = 300  # for the compiler, which takes some
 
 
 def arguments(driver: str = DRIVER) -> dict[str, Any]:
@@ -31,9 +35,31 @@ def arguments(driver: str = DRIVER) -> dict[str, Any]:
 
 def build(driver: str = DRIVER) -> Any:
     """Build and return the extension module for a driver library. Raises what the compiler or the loader raises."""
-    from triton.runtime.build import compile_module_from_file
+    from triton.runtime import build as of_triton
 
-    return compile_module_from_file(**arguments(driver))
+    before, of_triton.subprocess = of_triton.subprocess, _Limited  # type: ignore[assignment]
+    try:
+        return of_triton.compile_module_from_file(**arguments(driver))
+    finally:
+        of_triton.subprocess = before
+
+
+class _Limited:
+    """What Triton's build takes from the module `subprocess`: a compiler that hangs is killed, with its children."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    @staticmethod
+    def check_call(command: list[str], **options: Any) -> None:
+        with subprocess.Popen(command, start_new_session=True, **options) as process:
+            try:
+                if code := process.wait(SECONDS):
+                    raise subprocess.CalledProcessError(code, command)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"the compiler {command[0]} has not ended in {SECONDS} s") from None
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 class NotBuiltError(RuntimeError):

@@ -62,8 +62,8 @@ static int read_inputs(Call *self, PyObject *positions, PyObject *masks) {
         each->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
         each->mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i));
         if (PyErr_Occurred()) return -1;
-        if (each->position < 0) {
-            PyErr_SetString(PyExc_ValueError, "a negative position");
+        if (each->position < 0 || each->position == PY_SSIZE_T_MAX) {
+            PyErr_SetString(PyExc_ValueError, "an input at a position that no list has");
             return -1;
         }
         if (each->position >= self->least) self->least = each->position + 1;

@@ -50,8 +50,8 @@ static int read_registers(Program *self, PyObject *inputs, PyObject *constants) 
             || !PyArg_ParseTuple(PyTuple_GET_ITEM(inputs, i), "np;a number is (position, type)", &self->position[i],
                                  &is_float))
             return -1;
-        if (self->position[i] < 0) {
-            PyErr_SetString(PyExc_ValueError, "a number at a negative position");
+        if (self->position[i] < 0 || self->position[i] == PY_SSIZE_T_MAX) {
+            PyErr_SetString(PyExc_ValueError, "a number at a position that no list has");
             return -1;
         }
         self->is_float[i] = (unsigned char)is_float;

@@ -56,15 +56,16 @@ class NoOpPass:
         self._left: set[Node] = set()  # after the pass
         self._copies: dict[Node, Node] = {}  # by the first removed operation
 
-    def keep_apart(self) -> None:
+    def keep_apart(self, with_streams: bool = True) -> None:
         """Copy, after the pass, what other streams read in eager, and results that the pass made share memory with an
-        input, its new value or another result. Results that were views of one memory before remain so.
+        input, its new value or another result. Results that were views of one memory before remain so. Without
+        `with_streams`, all is on one stream.
         """
         self._left = set(self._output.graph.nodes)
-        if any(node_stream(node) or fact_of(node).before for node in self._nodes):
+        if with_streams and any(node_stream(node) or fact_of(node).before for node in self._nodes):
             self._keep_for_other_streams()
         if not self._left.issuperset(self._results):
-            self._keep_results()
+            self._keep_results(with_streams)
 
     def _keep_for_other_streams(self) -> None:
         """Keep copies of memory that the caller may write to, so that only the streams of eager read that memory."""
@@ -86,7 +87,7 @@ class NoOpPass:
                 if first in self._copies and (is_elsewhere or is_stream_op(node)):
                     node.replace_input_with(value, self._copies[first])
 
-    def _keep_results(self) -> None:
+    def _keep_results(self, with_streams: bool) -> None:
         left, users = self._left, self._users
         after, structure = pytree.tree_flatten(self._output.args[0])
         taken = left.intersection(self._results)
@@ -104,7 +105,8 @@ class NoOpPass:
             # The first removed operation read the value, on its stream; who waits for the last one waited for it.
             _, removed = self._behind(maker, (value,))
             first = removed[-1] if removed else maker
-            if shared or first in self._copies or any(_is_read_later(maker, n) for n in others):
+            is_read_later = with_streams and any(_is_read_later(maker, n) for n in others)
+            if shared or first in self._copies or is_read_later:
                 copy = self._copy(first, value)
                 for user in left.intersection(users[maker]):
                     if is_stream_op(user):  # `record_stream` must name the block that the caller gets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch_overlay._stream_handling import handles_streams
 from torch_overlay.upstream_fixes.no_op_results import NoOpPass
 
 
@@ -18,13 +19,13 @@ def remove_no_ops(
 ) -> None:
     begun = NoOpPass(gm.graph)
     original(gm, zeros, ones)
-    begun.keep_apart()
+    begun.keep_apart(handles_streams())
 
 
 def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
     begun = NoOpPass(graph)
     original(graph)
-    begun.keep_apart()
+    begun.keep_apart(handles_streams())
 
 
 __all__ = ["remove_no_ops", "remove_noop_ops"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch.partitioners import is_rng_op
 
 from torch_overlay._functorch.offload import kernel_times
 from torch_overlay._functorch.offload.checkpoint_policies import OFFLOAD
@@ -118,6 +119,8 @@ class Pair:
             if current in found or current is not node and self.is_at_hand(current):
                 return True
             if current.op != "call_function" or node_stream(current) or len(found) >= MOST_RECOMPUTED:
+                return False
+            if is_rng_op(current):  # it would draw other numbers
                 return False
             if not (is_pointwise(current) or current.target in ALSO_POINTWISE or viewed(current) is not current):
                 return False

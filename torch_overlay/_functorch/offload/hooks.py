@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -10,12 +11,15 @@ import torch._inductor.config as inductor_config
 from torch_overlay import config
 from torch_overlay._functorch.offload.checkpoint_policies import note_upstream_marks, OFFLOAD
 from torch_overlay._options import offload_settings
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.fx import GraphModule
+
+log = logging.getLogger(__name__)
 
 
 def holds_memory_at_once() -> bool:
@@ -26,7 +30,11 @@ def holds_memory_at_once() -> bool:
 def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
     """Offload saved activations to the host, if the configuration or a checkpoint policy asks for it."""
     wanted = offload_settings(config)
-    if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
+    if not handles_streams():
+        if wanted is not None:
+            log.warning("activation_offload has no effect on code with a C++ or FX wrapper")
+        return
+    if wanted is None and not any(OFFLOAD in n.meta for n in forward.graph.nodes):
         return
     from torch_overlay._functorch.offload.decision import offload
 
@@ -37,6 +45,6 @@ def enable_activation_offloading(
     original: Callable[..., None], forward: GraphModule, *args: Any, **kwargs: Any
 ) -> None:
     """Seam: mark the nodes in place of upstream's rewrite; the graphs are rewritten when they are placed on streams."""
-    if not (config.streams and torch._functorch.config.activation_offload_separate_stream):
+    if not (handles_streams() and torch._functorch.config.activation_offload_separate_stream):
         return original(forward, *args, **kwargs)
     return note_upstream_marks(forward.graph)

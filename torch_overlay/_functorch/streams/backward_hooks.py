@@ -14,6 +14,7 @@ from torch_overlay._functorch.streams.duplicates import merge_duplicates
 from torch_overlay._functorch.streams.partition import prepare_parts
 from torch_overlay._functorch.streams.saved_values import may_be_donated
 from torch_overlay._functorch.streams.written_inputs import keep_unsaved
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> None:
-    if not config.streams:
+    if not handles_streams():
         return original(gm)
     assign_second_nodes(gm.graph)
     return assign_sums(gm.graph)
@@ -32,7 +33,7 @@ def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> N
 def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
     """Eliminate common subexpressions for the partitioner, which is the only caller that passes a key of its own."""
     key = kwargs.get("extra_node_key")
-    if not config.streams or key is None:
+    if not handles_streams() or key is None:
         return original(graph, *args, **kwargs)
     return merge_duplicates(graph, lambda of: original(of, *args, **kwargs), key)
 
@@ -55,7 +56,7 @@ def partition(
     note_offload_policies(joint.graph)
     inputs_of_forward = _inputs(joint.graph, inner_meta, fw_metadata)
     keep_unsaved(inputs_of_forward)
-    place = prepare_parts(joint.graph, inputs_of_forward) if config.streams else None
+    place = prepare_parts(joint.graph, inputs_of_forward) if handles_streams() else None
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if place is not None:
         place(forward, backward)
@@ -73,7 +74,7 @@ def donated_buffers(
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
         return []
     donated = original(forward, backward, metadata)
-    if not config.streams:
+    if not handles_streams():
         return donated
     inputs = backward.graph.find_nodes(op="placeholder")
     return [i for i in may_be_donated(forward.graph, backward.graph, donated) if not is_slab(inputs[i])]

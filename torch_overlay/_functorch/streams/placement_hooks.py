@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.epilogue import note_epilogue
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.placement import place_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
     """Run `place_streams` in place of threading values through control_deps."""
-    if not config.streams:
+    if not handles_streams():
         return original(gm)
     registry.remember()
     return place_streams(gm)
@@ -33,7 +33,7 @@ def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
 
 def skip_pass(original: Callable[..., Any], gm: GraphModule) -> None:
     """Skip the pass: it inserts synchronisation that the planner derives from data dependencies."""
-    if not config.streams:
+    if not handles_streams():
         original(gm)
 
 
@@ -41,7 +41,7 @@ def stream_or_callers(original: Callable[..., Any], node: Node) -> int:
     """Return the node's stream. A node without one runs on the caller's stream; upstream registers a fresh stream for
     it.
     """
-    if not config.streams:
+    if not handles_streams():
         return original(node)
     return node_stream(node)
 
@@ -50,7 +50,7 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
     """Note what the epilogue has to know, in place of the streams of inputs that it updates: the graph joins those into
     the caller's stream.
     """
-    if not config.streams:
+    if not handles_streams():
         return original(gm, fw_metadata)
     return note_epilogue(gm, fw_metadata)
 

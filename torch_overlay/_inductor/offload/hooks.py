@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay import config
 from torch_overlay._functorch.offload.hooks import holds_memory_at_once
 from torch_overlay._inductor.offload.schedule import place_copies
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
-    if config.streams:
+    if handles_streams():
         place_copies(scheduler, holds_memory_at_once())
     original(scheduler)

@@ -24,6 +24,7 @@ from torch_overlay._inductor.streams.regions import place_workspaces, planned, s
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -32,34 +33,18 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
-_OTHER_WRAPPER = (
-    "torch_overlay: this graph uses CUDA streams or events, and the {} can't generate them yet. Compile it with the "
-    "Python wrapper (torch._inductor.config.{} = False), take the streams out of the {} function, or give upstream's "
-    "handling back with torch_overlay.config.streams = False."
-)
-CPP_WRAPPER = _OTHER_WRAPPER.format("C++ wrapper (cpp_wrapper, AOTInductor)", "cpp_wrapper", "exported")
-FX_WRAPPER = _OTHER_WRAPPER.format("FX wrapper (fx_wrapper)", "fx_wrapper", "compiled")
-
 CROSS_DEVICE = "cross-device ops"  # upstream's reason
 
 
-class UnsupportedStreams(RuntimeError):
-    """A graph with streams that no wrapper can be generated for."""
-
-
 def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
-    if not config.streams or not needs_plan(scheduler):
+    if not handles_streams() or not needs_plan(scheduler):
         return original(scheduler, nodes)
-    if V.graph.cpp_wrapper:
-        raise UnsupportedStreams(CPP_WRAPPER)
-    if V.graph.fx_wrapper:
-        raise UnsupportedStreams(FX_WRAPPER)
     with planned(scheduler, nodes):
         return original(scheduler, nodes)
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
-    if not config.streams:
+    if not handles_streams():
         return original(scheduler)
     with ordered_around(scheduler):
         return original(scheduler)
@@ -72,7 +57,7 @@ def should_partition(original: Callable[..., str | None], scheduler: Any, node: 
         return None  # the host's side is a slab, whose address doesn't change
     if reason is None and config.cudagraphs == "relaunch" and makes_lazy_zeros(node):
         return "zeros without memory"  # there is no address that a graph could return
-    if reason is None and config.streams:
+    if reason is None and handles_streams():
         return reason_to_cut(scheduler, node)
     return reason
 

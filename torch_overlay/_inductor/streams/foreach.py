@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay import config
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def populate_stream_assignments(original: Callable[..., None], scheduler: Any) -> None:
     original(scheduler)
-    if not config.streams:
+    if not handles_streams():
         return
     for node in scheduler.nodes:
         if node.node is not None:

@@ -11,6 +11,7 @@ from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import copy_log, lowering as streams
 from torch_overlay._inductor.streams.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
 from torch_overlay._inductor.streams.schedule_order import order_blocking_operations, order_stream_operations
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         offload_codegen.register()
-    has_streams = config.streams and is_placed_program(gm.graph)
+    has_streams = handles_streams() and is_placed_program(gm.graph)
     if has_streams:
         streams.prepare(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
     copy_log.publish(gm.graph)
@@ -32,7 +33,7 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
-    if not config.streams:
+    if not handles_streams():
         return original(graph, node)
     if computed_in_place(graph, node):
         return graph.env[node.args[0]]
@@ -44,8 +45,8 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
 
 
 def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
-    if config.streams:
+    if handles_streams():
         order_stream_operations(scheduler)
     original(scheduler)
-    if config.streams:
+    if handles_streams():
         order_blocking_operations(scheduler)

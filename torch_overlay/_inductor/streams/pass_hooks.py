@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay import config
 from torch_overlay._inductor.streams import fx_passes, scatters_in_place
+from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def begin_pass(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
-    if config.streams and (log := fx_passes.begin_pass(observer.gm)) is not None:
+    if handles_streams() and (log := fx_passes.begin_pass(observer.gm)) is not None:
         observer._overlay_log = log  # type: ignore[attr-defined]
     return original(observer)
 
@@ -41,7 +41,7 @@ def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> Non
     """Skip the pass in a graph with streams. Upstream moves producers to just before their consumer: for a side
     stream's branch that is the latest moment at which it can be launched, after all the work that it was to run beside.
     """
-    if not (config.streams and fx_passes.has_streams(graph)):
+    if not (handles_streams() and fx_passes.has_streams(graph)):
         original(graph)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import linecache
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay.analysis.doctor.timeline import Timeline
+from torch_overlay.analysis.timelines.svg import escape
 
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Diagnosis:
 
     def to_html(self) -> str:
         """A page that needs no other file."""
-        esc = html.escape
+        esc = escape
         rows = "".join(
             f"<tr><td><code>{esc(f.code)}</code><td>{esc(f.message)}<br><small>{esc(f.line)}</small>"
             f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}<td class=n>{f.launches:g}<td class=n>{f.waits:g}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
+
+from torch_overlay.analysis.timelines.svg import escape
 
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ class Timeline:
         bars = "".join(
             f'<rect x="{100 * s.start_us / end:.3f}%" width="{max(100 * s.duration_us / end, 0.05):.3f}%" '
             f'y="{HEIGHT * lanes.index(s.lane) + 2}" height="{HEIGHT - 4}" class="{"in" if s.in_graph else "out"}">'
-            f"<title>{html.escape(s.name)}: {s.duration_us:.1f} us at {s.start_us:.1f} us</title></rect>"
+            f"<title>{escape(s.name)}: {s.duration_us:.1f} us at {s.start_us:.1f} us</title></rect>"
             for s in shown
         )
-        names = "".join(f"<li>{html.escape(lane)}" for lane in lanes)
+        names = "".join(f"<li>{escape(lane)}" for lane in lanes)
         return (
             f'<ol class="lanes">{names}</ol><svg class="timeline" height="{HEIGHT * len(lanes)}">{bars}</svg>'
             f"<p><small>0 to {end:.0f} us, under a profiler. <span class=in>In graphs</span>, "

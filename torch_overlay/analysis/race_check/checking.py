@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 from torch_overlay._inductor.streams import lowering
+from torch_overlay._stream_handling import handles_streams
 from torch_overlay.analysis.race_check.context import _ALIGNED_COPY, assemble, Context, Promises
 from torch_overlay.analysis.race_check.happens_before import analyse, Race
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
@@ -97,8 +98,11 @@ def check(
     """
     if calls < 1:
         raise ValueError(f"check: calls must be at least 1, got {calls}")
-    if not config.streams:
-        raise ValueError("check: needs torch_overlay.config.streams = True, of upstream's handling it sees no waits")
+    if not handles_streams():
+        raise ValueError(
+            "check: needs torch_overlay.config.streams = True, and no C++ or FX wrapper (torch._inductor.config): of "
+            "upstream's handling it sees no waits"
+        )
     with simulated_gpu(devices) as gpu:
         args = _simulated(gpu, args)
         before = Eager()

@@ -7,8 +7,9 @@ under the memory the source lines whose numbers label the boxes. A tooltip tells
 
 from __future__ import annotations
 
+import html
 import math
-from html import escape
+import re
 from typing import TYPE_CHECKING
 
 from torch_overlay._inductor.streams.memory_report import amount
@@ -48,6 +49,11 @@ STYLE = """text { font: 10px "DejaVu Sans Mono", Menlo, Consolas, monospace; fil
 
 HEAD = """<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">
 <path d="M0 0 L8 4 L0 8 z" fill="#30343b"/></marker></defs>"""
+
+
+def escape(text: str) -> str:
+    """Return text for XML, which has no place for control characters and lone surrogates, however they are written."""
+    return html.escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
 
 
 def svg(timeline: Timeline) -> str:

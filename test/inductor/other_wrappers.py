@@ -1,0 +1,102 @@
+"""Compiles programs with streams for AOTInductor and for C++ and FX wrappers on a simulated GPU, and keeps the text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._inductor import codecache
+from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+import form  # noqa: F401
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Branch(torch.nn.Module):
+    """A branch on a side stream. The caller's stream is an attribute, too, and the first event has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = torch.cuda.current_stream(), torch.cuda.Stream()
+        self.ready = self.begun = torch.cuda.Event()
+        self.done = torch.cuda.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        self.ready.record(self.main)
+        self.begun.wait(self.side)
+        with torch.cuda.stream(self.side):
+            z = (y * 1).softmax(-1)
+            self.done.record()
+        w = y.relu().sum(0)
+        self.done.wait()
+        return z + w
+
+
+class OneStream(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        event = torch.cuda.Event()
+        y = x.relu().sum(0)
+        event.record()
+        event.wait()
+        return y @ x
+
+
+@contextlib.contextmanager
+def texts() -> Iterator[list[str]]:
+    """The text that is generated inside for AOTInductor; neither that nor the kernels are compiled."""
+    found: list[str] = []
+
+    def keep(graph: Any, wrapper: str, *args: Any, **kwargs: Any) -> str:
+        found.append(wrapper)
+        return "not_compiled.so"
+
+    with (
+        mock.patch.object(codecache.AotCodeCompiler, "compile", keep),
+        mock.patch.object(PythonWrapperCodegen, "generate_and_run_autotune_block"),
+        mock.patch.object(DeferredTritonCallWrapper, "generate"),
+    ):
+        yield found
+
+
+def aot_inductor(model: type[torch.nn.Module]) -> str:
+    with simulated_gpu(), texts() as found:
+        x = torch.empty(64, 64, device="cuda")
+        program = torch.export.export(model(), (x,), strict=True).module()
+        with unset_fake_temporarily():  # the exported program has a mode of its own
+            torch._inductor.aot_compile(program, (x,))
+        (text,) = found
+        return text
+
+
+def compiled(model: type[torch.nn.Module], options: dict[str, Any], backward: bool = False) -> str:
+    """The text of the wrappers, or the first line of the error."""
+    with simulated_gpu():
+        x = torch.empty(64, 64, device="cuda", requires_grad=backward)
+        seen = compile_only(model(), x, options=options, backward=backward, allow_error=True)
+    return "\n".join(seen.wrappers) if seen.error is None else str(seen.error).partition("\n")[0]
+
+
+def everything() -> dict[str, str]:
+    made = {
+        "AOTInductor": aot_inductor(Branch),
+        "options": compiled(Branch, {"cpp_wrapper": True}),
+        "backward": compiled(OneStream, {"cpp_wrapper": True}, backward=True),
+    }
+    with torch._inductor.config.patch(fx_wrapper=True):
+        return {**made, "config": compiled(Branch, {})}
+
+
+if __name__ == "__main__":
+    logging.disable()
+    print(json.dumps(everything()))
