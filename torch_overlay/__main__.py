@@ -10,7 +10,7 @@ import importlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch_overlay
 from torch_overlay.errors import OverlayError
@@ -101,18 +101,29 @@ def main(argv: list[str]) -> int:
     return 1 if refused else 0
 
 
+class _Output(io.FileIO):
+    """Standard output that nobody need read to its end: `| head`. A program that is run may print there, too."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
 def run(argv: list[str]) -> int:
     """Run a command, whatever stdout is. The status is 2 if what it printed could not be written."""
     if sys.stdout is None:  # closed by the shell: `>&-`
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # lines of a program may have any characters
+    if isinstance(out := sys.stdout, io.TextIOWrapper):
+        file = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False))
+        # Lines of a program may have any characters.
+        sys.stdout = io.TextIOWrapper(file, out.encoding, "backslashreplace", line_buffering=out.line_buffering)
     try:
         status = main(argv)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # nobody reads on: `| head`
-        pass
     except OSError as error:
         if error.filename is not None:
             raise
