@@ -5,6 +5,9 @@ from __future__ import annotations
 import collections
 import itertools
 import re
+import shlex
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,7 +68,7 @@ class TestCheck(TestCase):
     def test_fork_and_join(self) -> None:
         report = check(forked(torch.cuda.Stream()), *inputs(), fullgraph=True)
         self.assertTrue(report.ok)
-        self.assertEqual(str(report), "no races, no lost promises, no redundant events")
+        self.assertEqual(str(report), "as compiled: no races, no lost promises, no redundant events")
         self.assertIn("exit", report.plan)
         self.assertIn("after call 1, default stream may read output 0", map(str, report.boundary))
         report.raise_if_any()
@@ -120,22 +123,7 @@ RAW: buf0 is read before it is known to be written
   first   `aten.mm.out` on stream 1 writes buf0  at test_check.py:N: a = x @ w
   second  `aten.mm.out` on default stream reads buf0  at test_check.py:N: return a @ w
   missing: default stream must wait, before `aten.mm.out`, for an event that stream 1 records after `aten.mm.out`
-WAR: input 0 is overwritten while it may still be read
-  first   `aten.mm.out` on stream 1 reads input 0  at test_check.py:N: a = x @ w
-  second  `the caller` on default stream writes input 0
-  missing: default stream must wait, before `the caller`, for an event that stream 1 records after `aten.mm.out`
-WAR: input 1 is overwritten while it may still be read
-  first   `aten.mm.out` on stream 1 reads input 1  at test_check.py:N: a = x @ w
-  second  `the caller` on default stream writes input 1
-  missing: default stream must wait, before `the caller`, for an event that stream 1 records after `aten.mm.out`
-reuse: buf0#2 may get memory of buf0 that is still in use
-  first   `aten.mm.out` on stream 1 writes buf0  at test_check.py:N: a = x @ w
-  second  `aten.mm.out` on default stream reads buf0#2  at test_check.py:N: return a @ w
-  missing: default stream must wait, before `aten.mm.out`, for an event that stream 1 records after `aten.mm.out`
-RAW: buf0#2 is read before it is known to be written
-  first   `aten.mm.out` on stream 1 writes buf0#2  at test_check.py:N: a = x @ w
-  second  `aten.mm.out` on default stream reads buf0#2  at test_check.py:N: return a @ w
-  missing: default stream must wait, before `aten.mm.out`, for an event that stream 1 records after `aten.mm.out`
+  and 4 more races of the same cause
 lost: after call 1, call 2, default stream may overwrite input 0
   the compiled code does not order it: `aten.mm.out` on stream 1 reads input 0  at test_check.py:N: a = x @ w
 lost: after call 1, call 2, default stream may overwrite input 1
@@ -146,7 +134,7 @@ lost: after call 2, default stream may read the caller's work on stream 1
   in eager that is so by test_check.py:N: current.wait_stream(side)
 redundant: ev1.record(stream1_raw): nobody waits for it
   wrapper 0, line 73: ev1.record(stream1_raw)
-5 races, 6 lost promises, 1 redundant event
+as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
 """,
         )
         with self.assertRaisesRegex(RaceError, "RAW: buf0 is read before it is known to be written"):
@@ -177,7 +165,68 @@ redundant: ev1.record(stream1_raw): nobody waits for it
             return a + 1
 
         report = check(fn, inputs()[0])
-        self.assertRegex(str(report), r"^in eager the function has \d races of its own:\n  RAW: input 0")
+        text = str(report)
+        self.assertRegex(text, r"^in eager the function has 3 races of 2 causes of its own:\n  RAW: input 0")
+        self.assertRegex(text, r"\nin eager: 3 races of 2 causes; as compiled: 2 races of 1 cause, no lost promises, ")
+
+    @simulated_gpu()
+    def test_a_cause_is_listed_once(self) -> None:
+        """However many accesses it leaves unordered, in however many turns and calls."""
+        side = torch.cuda.Stream()
+
+        def recorded_nowhere(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            total = x
+            for turn in range(3):
+                with torch.cuda.stream(side):
+                    y = x.sin() + turn
+                    z = y.cos()
+                torch.cuda.current_stream().wait_stream(side)
+                total = total + y
+                del y, z
+            return total
+
+        def forked_once(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            for turn in range(3):
+                with torch.cuda.stream(side):
+                    y = x.sin() + turn
+                torch.cuda.current_stream().wait_stream(side)
+                x = x + y
+                del y
+            return x
+
+        def joined_nowhere(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                a = x.sin()
+                b = x.cos()
+            c = a + 1
+            return b + c
+
+        def joined_and_forked_nowhere(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                a = x.sin()
+            b = a + 1
+            with torch.cuda.stream(side):
+                c = b + 1
+            return c + 1
+
+        def recorded_nowhere_and_not_joined(x: torch.Tensor) -> torch.Tensor:
+            return recorded_nowhere(x) + joined_nowhere(x)
+
+        for fn, causes in (
+            (recorded_nowhere, ["y = x.sin() + turn"]),
+            (forked_once, ["y = x.sin() + turn"]),
+            (joined_nowhere, ["c = a + 1"]),
+            (joined_and_forked_nowhere, ["b = a + 1", "c = b + 1", "return c + 1"]),
+            (recorded_nowhere_and_not_joined, ["y = x.sin() + turn", "c = a + 1"]),
+        ):
+            report = check(fn, inputs()[0], misaligned=False)
+            second = re.findall(r"^    second .*  at test_check.py:\d+: (.*)", str(report), re.MULTILINE)
+            self.assertEqual(second, causes, str(report))
+            self.assertGreater(len(report.eager_races), len(causes))
 
     @simulated_gpu()
     def test_events_that_the_function_keeps_are_no_promise(self) -> None:
@@ -619,6 +668,10 @@ lost: after call 1, s1 may read output 0
     def test_bad_input(self) -> None:
         with self.assertRaisesRegex(ValueError, "check: calls must be at least 1, got 0"):
             check(lambda: None, calls=0)
+        with self.assertRaisesRegex(ValueError, "sin is compiled already, so fullgraph=True would have no effect"):
+            check(torch.compile(torch.sin), fullgraph=True)
+        with self.assertRaisesRegex(TypeError, "Linear is a class: pass a function, or an instance of the class"):
+            check(torch.nn.Linear, 3)
         with self.assertRaisesRegex(CheckError, "this is not the text of a generated module"):
             check_wrapper("x = 1")
         with self.assertRaisesRegex(ValueError, "no output requires a gradient"), simulated_gpu():
@@ -694,6 +747,16 @@ def unjoined(x):
 def broken(x):
     raise KeyError("model")
 
+def talkative(x):
+    for i in range(9999):
+        print(i)
+    return x + 1
+
+class Net:
+    pass
+
+compiled = torch.compile(good)
+
 def example_inputs():
     return torch.randn(64, 64, device="cuda", requires_grad=True)
 """
@@ -748,9 +811,31 @@ class TestCommandLine(TestCase):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertRegex(done.stdout, r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 
+    def test_reader_that_is_gone_changes_no_status(self) -> None:
+        """Nor does the program fail, which prints there, too."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "model.py").write_text(PROGRAM)
+            for command, text, status in (
+                ("check", "in eager the function has 3 races", 1),
+                ("timeline", "0", 0),
+            ):
+                target = f"{folder}/model.py:" + ("racy" if command == "check" else "talkative")
+                line = shlex.join([sys.executable, "-m", "torch_overlay", command, target])
+                done = subprocess.run(
+                    ["bash", "-c", f"{line} | head -n 1; exit ${{PIPESTATUS[0]}}"],
+                    cwd=form.ROOT,
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual((done.returncode, done.stderr), (status, ""))
+                self.assertTrue(done.stdout.startswith(text), done.stdout)
+
     @form.slow
     def test_bad_usage(self) -> None:
         for arguments, text in (
+            (("model.py:Net",), "model.py is a class: name a function, or an instance of the class"),
+            (("model.py:compiled", "--mode", "nonsense"), "good is compiled already, so mode='nonsense' would have no"),
+            (("model.py:good", "--mode", "nonsense"), "Unrecognized mode=nonsense, should be one of: default"),
             (("model.py:nothing",), "has no function nothing"),
             (("model.py",), "doesn't name a function: FILE:FUNCTION"),
             (("elsewhere.py:f",), "no file elsewhere.py"),

@@ -81,12 +81,10 @@ def run(path: str, name: str, options: argparse.Namespace) -> Report:
     with program.importable(path), simulated_gpu(options.devices):
         fn, inputs = program.load(path, name)
         return check(
-            fn,
+            program.as_compiled(fn, mode=options.mode, fullgraph=options.fullgraph),
             *inputs,
             calls=options.calls,
             backward=options.backward,
-            mode=options.mode,
             devices=options.devices,
-            fullgraph=options.fullgraph,
             misaligned=options.misaligned,
         )

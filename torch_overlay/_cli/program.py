@@ -13,6 +13,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay.testing import _compile
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -128,11 +130,21 @@ def load(path: str, name: str, inputs_of: str = "", other: str = "") -> tuple[Ca
         if not (isinstance(made := make(), tuple) and len(made) == 2):
             raise UsageError(f"make() of {path} returned no pair of a function and its arguments")
         return made
-    for each in (name, other):
-        if each and not callable(module.get(each)):
+    for each in filter(None, (name, other)):
+        if isinstance(found := module.get(each), type):
+            raise UsageError(f"{each} of {path} is a class: name a function, or an instance of the class")
+        if not callable(found):
             raise UsageError(f"{path} has no function {each}")
     given = inputs_of or name
     return module[name], _inputs(path, module, given, module[given])
+
+
+def as_compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile what `load` returned. Raises UsageError for a mode that there isn't, or that would have no effect."""
+    try:
+        return _compile.as_compiled(fn, **options)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
@@ -154,6 +166,7 @@ def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]
 
 
 __all__ = [
+    "as_compiled",
     "check_devices",
     "check_file",
     "check_options",

@@ -75,11 +75,10 @@ def draw(path: str, name: str, options: argparse.Namespace) -> Timeline:
     with program.importable(path), simulated_gpu(options.devices) if simulate else contextlib.nullcontext():
         fn, inputs = program.load(path, name)
         return timeline(
-            fn,
+            program.as_compiled(fn, mode=options.mode),
             *inputs,
             calls=options.calls,
             backward=options.backward,
-            mode=options.mode,
             simulate=simulate,
             devices=options.devices,
             title=name or os.path.splitext(os.path.basename(path))[0],

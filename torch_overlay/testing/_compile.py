@@ -15,6 +15,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def _is_compiled(fn: Any) -> bool:
+    return hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
+
+
+def as_compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return `fn` as `torch.compile` compiles it, or as it is if it is compiled already, which takes no options."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if isinstance(fn, type):
+        raise TypeError(f"{name} is a class: pass a function, or an instance of the class")
+    if not _is_compiled(fn):
+        return torch.compile(fn, **options)
+    if given := ", ".join(f"{option}={value!r}" for option, value in options.items() if value):
+        raise ValueError(
+            f"{name} is compiled already, so {given} would have no effect: leave it out, or pass the function that "
+            "torch.compile got"
+        )
+    return fn
+
+
 def compile_only(
     fn: Callable[..., Any],
     *args: Any,

@@ -42,6 +42,7 @@ from torch_overlay.analysis.race_check.trace import (
     View,
 )
 from torch_overlay.testing import observe, simulated_gpu
+from torch_overlay.testing._compile import as_compiled
 
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ def check(
             "upstream's handling it sees no waits"
         )
     with simulated_gpu(devices) as gpu:
+        runs = fn
+        if compile:
+            runs = as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
         args = _simulated(gpu, args)
         before = Eager()
         notes: list[str] = []
@@ -113,13 +117,10 @@ def check(
             before = _in_eager(device, fn, args, calls, backward, notes)
         events = frozenset(device.events.values())  # the events that eager code used
         torch._dynamo.reset()
-        compiled = fn
-        if compile and not _is_compiled(fn):
-            compiled = torch.compile(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
         traces: list[Trace] = []
         with observe() as seen, device, _watched_folding() as folded:
             device.seen = seen
-            run = functools.partial(_run, device, compiled, args, calls, backward, before, seen)
+            run = functools.partial(_run, device, runs, args, calls, backward, before, seen)
             caller = _in_each_way(device, run, misaligned, traces)
             if folded:
                 notes.append(
@@ -182,10 +183,6 @@ def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
         return value
 
     return tuple(pytree.tree_map(convert, args))
-
-
-def _is_compiled(fn: Any) -> bool:
-    return hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
 
 
 def _in_eager(

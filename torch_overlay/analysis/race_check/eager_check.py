@@ -72,7 +72,7 @@ def _done(access: Any, memory: Memory) -> Done:
     writes = access.type.name == "WRITE"
     stream = f"stream {access.stream:#x}" if access.stream else "default stream"
     launch = Launch(str(access.operator).partition("(")[0], stream, (), _line(access.stack_trace))
-    return Done(launch, View(memory), not writes, writes, access.seq_num)
+    return Done(launch, View(memory), not writes, writes, access.seq_num, access.seq_num)
 
 
 def _line(stack: Any) -> str:

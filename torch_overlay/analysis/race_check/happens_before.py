@@ -62,13 +62,14 @@ class Clock(dict[str, int]):
 
 
 class Done(NamedTuple):
-    """An access of a launch, with the launch's position on its stream."""
+    """An access of a launch, with the launch's position on its stream, and its number in the order of the host."""
 
     launch: Launch
     view: View
     reads: bool
     writes: bool
     position: int
+    number: int
 
     @property
     def does(self) -> str:
@@ -152,6 +153,7 @@ class _Reader:
         self.orders: dict[tuple[str, str], bool] = {}  # wait -> did any of its executions order something?
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
         self.last_record: dict[str, tuple[str, str]] = {}
+        self.launched = 0
 
     def clock(self, stream: str) -> Clock:
         """Return the clock of a stream: everything that its next launch is ordered after."""
@@ -247,17 +249,18 @@ class _Reader:
     def launch(self, op: Launch) -> None:
         clock = self.clock(op.stream)
         position = clock.get(op.stream, 0) + 1
+        self.launched += 1
         for access in op.accesses:
             self.access(op, access, clock, position)
         for access in op.accesses:
-            done = Done(op, access.view, access.reads, access.writes, position)
+            done = Done(op, access.view, access.reads, access.writes, position, self.launched)
             key = (op.stream, access.view.span, access.reads, access.writes)
             self.block(access.view.memory).done[key] = done
         clock[op.stream] = position
 
     def access(self, op: Launch, access: Access, clock: Clock, position: int) -> None:
         block = self.block(access.view.memory)
-        mine = Done(op, access.view, access.reads, access.writes, position)
+        mine = Done(op, access.view, access.reads, access.writes, position, self.launched)
         if block.freed is not None:
             self.race("use-after-free", mine, mine)
         for stream, earlier in block.inherited.items():

@@ -19,8 +19,10 @@ from torch_overlay.analysis.race_check.happens_before import analyse
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch_overlay.analysis.race_check.happens_before import Done, Race, Redundant
-    from torch_overlay.analysis.race_check.trace import Trace
+    from torch_overlay.analysis.race_check.trace import Launch, Trace
 
 
 class RaceError(RuntimeError):
@@ -116,26 +118,83 @@ class Report:
 
     def __str__(self) -> str:
         lines = []
-        if count := len(self.eager_races):
-            lines.append(f"in eager the function has {count} race{'s'[: count != 1]} of its own:")
-            lines += [textwrap.indent(describe(race), "  ") for race in self.eager_races]
-        lines += [describe(race) for race in self.races]
+        causes = by_cause(self.eager_races)
+        if causes:
+            lines.append(f"in eager the function has {_races(self.eager_races, causes)} of its own:")
+            lines += [textwrap.indent(_describe_cause(races), "  ") for races in causes]
+        found = by_cause(self.races)
+        lines += map(_describe_cause, found)
         alike: dict[str, list[Promise]] = {}
         for promise in self.lost:
             alike.setdefault(promise.because, []).append(promise)
         lines += map(_describe_lost, alike.values())
         lines += [f"redundant: {r.what}: {r.why}" + (f"\n  {r.site}" if r.site else "") for r in self.redundant]
         lines += [f"note: {text}" for text in self.notes]
-        counts = (
-            (len(self.races), "race"),
-            (len(self.lost), "lost promise"),
-            (len(self.redundant), "redundant event"),
-        )
-        if self.lost and not self.races:
-            counts = counts[1:]
-        found = ", ".join(f"{n or 'no'} {what}{'s' if n != 1 else ''}" for n, what in counts)
-        lines.append(f"{found}: {self.unchecked}" if self.unchecked else found)
+        counts = [_races(self.races, found)] if self.races or not self.lost else []
+        counts += [_count(self.lost, "lost promise"), _count(self.redundant, "redundant event")]
+        last = ", ".join(counts)
+        if self.compiled is not None:  # of a function, which eager runs as well
+            last = f"as compiled: {last}"
+        if causes:
+            last = f"in eager: {_races(self.eager_races, causes)}; {last}"
+        lines.append(f"{last}: {self.unchecked}" if self.unchecked else last)
         return "\n".join(lines)
+
+
+class _Cause:
+    """Races that one wait would prevent, before the second launch of the first of them, or one `record_stream`."""
+
+    def __init__(self, race: Race) -> None:
+        self.at = race.second.number
+        self.memory = _memory_to_record(race)
+        self.places: set[str] = set()
+        self.races: list[Race] = []
+
+    def covers(self, race: Race) -> bool:
+        """True for an access that the wait orders, also in a later call, or in a later turn of a loop."""
+        if self.memory:
+            return self.memory == _memory_to_record(race)
+        return race.first.number < self.at <= race.second.number or _place(race.first.launch) in self.places
+
+
+def _memory_to_record(race: Race) -> str:
+    """Return the name of memory that is handed on too early; empty if only a wait can prevent the race."""
+    memory = race.first.view.memory
+    handed_on = race.kind == "reuse" and race.first.launch.stream != memory.stream
+    return memory.name.partition("#")[0] if handed_on or race.kind == "use-after-free" else ""
+
+
+def by_cause(races: Iterable[Race]) -> list[list[Race]]:
+    """Return the races, which are in the order of their second accesses, in groups with one missing wait or
+    `record_stream` each.
+    """
+    causes: dict[tuple[str, str], list[_Cause]] = {}
+    for race in sorted(races, key=lambda race: _memory_to_record(race) != ""):  # a missing wait may cover them
+        known = causes.setdefault((race.first.launch.stream, race.second.launch.stream), [])
+        cause = next((c for c in known if c.covers(race)), None)
+        if cause is None:
+            known.append(cause := _Cause(race))
+        cause.places.add(_place(race.first.launch))
+        cause.races.append(race)
+    found = [cause.races for known in causes.values() for cause in known]
+    return sorted(found, key=lambda races: races[0].second.number)
+
+
+def _place(launch: Launch) -> str:
+    return launch.line or launch.name
+
+
+def _count(found: Sequence[Any], what: str) -> str:
+    return f"{len(found) or 'no'} {what}{'s'[: len(found) != 1]}"
+
+
+def _races(races: Sequence[Race], causes: Sequence[Sequence[Race]]) -> str:
+    return _count(races, "race") + (f" of {_count(causes, 'cause')}" if len(causes) < len(races) else "")
+
+
+def _describe_cause(races: Sequence[Race]) -> str:
+    more = f"\n  and {_count(races[1:], 'more race')} of the same cause" if races[1:] else ""
+    return describe(races[0]) + more
 
 
 _LISTED = 3  # at most so many lost promises are listed for one statement

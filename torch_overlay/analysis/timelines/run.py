@@ -12,6 +12,7 @@ from torch_overlay.analysis.timelines.clock import schedule
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.analysis.timelines.timeline import Timeline
 from torch_overlay.testing import observe, simulated_gpu
+from torch_overlay.testing._compile import as_compiled
 from torch_overlay.testing._simulate import active
 
 
@@ -51,19 +52,19 @@ def timeline(
     if simulate is None:
         simulate = active() is not None or not torch.cuda.is_available()
 
-    def compiled() -> Callable[..., Any]:
-        if not compile or hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule):
+    def make() -> Callable[..., Any]:
+        if not compile:
             return fn
-        return torch.compile(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
+        return as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
 
     title = title or getattr(fn, "__name__", type(fn).__name__)
     if simulate:
-        return simulated(compiled, args, calls, backward, devices, title)
-    return profiled(compiled, args, calls, backward, title)
+        return simulated(make, args, calls, backward, devices, title)
+    return profiled(make, args, calls, backward, title)
 
 
 def simulated(
-    compiled: Callable[[], Callable[..., Any]],
+    make: Callable[[], Callable[..., Any]],
     args: Sequence[Any],
     calls: int,
     backward: bool,
@@ -78,7 +79,7 @@ def simulated(
         given = pytree.tree_map(lambda a: convert(a) if _is_real(a) else a, tuple(args))
         device = TimedDevice(gpu)
         torch._dynamo.reset()  # earlier compiled code has no module on this device
-        fn = compiled()
+        fn = make()
         with observe() as seen, device:
             device.seen = seen
             device.begin()
@@ -154,10 +155,10 @@ def profiler() -> Iterator[Any]:
 
 
 def profiled(
-    compiled: Callable[[], Callable[..., Any]], args: Sequence[Any], calls: int, backward: bool, title: str
+    make: Callable[[], Callable[..., Any]], args: Sequence[Any], calls: int, backward: bool, title: str
 ) -> Timeline:
     with observe() as seen:
-        fn = compiled()
+        fn = make()
         for _ in range(WARM_UP):
             step(fn, args, backward)
         torch.cuda.synchronize()
