@@ -873,10 +873,7 @@ class TestCommandLine(unittest.TestCase):
         no_room = "torch_overlay: the output could not be written: [Errno 28] No space left on device\n"
         for command, shell, status, errors in (
             ("--help", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),
-<<<<<<< HEAD
             ("status", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),  # through rich, where it is installed
-=======
->>>>>>> w-checker
             ("--help", "{} > /dev/full", 2, no_room),
             ("status", "{} > /dev/full", 2, no_room),
             ("status", "{} >&-", 0, ""),

@@ -101,17 +101,10 @@ def main(argv: list[str]) -> int:
     return 1 if refused else 0
 
 
-<<<<<<< HEAD
 class _Stdout(io.FileIO):
     """Standard output that may have no reader any more, as before `| head`: what nobody reads is no error."""
 
     def write(self, data: Any) -> int | None:
-=======
-class _Output(io.FileIO):
-    """Standard output that nobody need read to its end: `| head`. A program that is run may print there, too."""
-
-    def write(self, data: Any) -> int:
->>>>>>> w-checker
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -123,18 +116,11 @@ def run(argv: list[str]) -> int:
     """Run a command, whatever stdout is. The status is 2 if what it printed could not be written."""
     if sys.stdout is None:  # closed by the shell: `>&-`
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-<<<<<<< HEAD
     if isinstance(sys.stdout, io.TextIOWrapper):
         old, raw = sys.stdout, _Stdout(sys.stdout.fileno(), "w", closefd=False)
         new = io.TextIOWrapper(io.BufferedWriter(raw), old.encoding, line_buffering=old.line_buffering)
         new.reconfigure(errors="backslashreplace", write_through=old.write_through)  # lines may have any characters
         sys.stdout = new
-=======
-    if isinstance(out := sys.stdout, io.TextIOWrapper):
-        file = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False))
-        # Lines of a program may have any characters.
-        sys.stdout = io.TextIOWrapper(file, out.encoding, "backslashreplace", line_buffering=out.line_buffering)
->>>>>>> w-checker
     try:
         status = main(argv)
         sys.stdout.flush()

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 
 def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
     """Yield buffers that the graph returns, each with a stream to be recorded on it (`record_stream`), beside the one
-    that it was allocated on.
+    that it was allocated on. The region that makes a value does so: in another one, such as that which allocates the
+    memory that it is a view of, it may have no name.
     """
+    made = {name for node in region.index for name in node.get_buffer_names()}
+    yield from ((name, stream) for name, stream in _users_of_results(scheduler, region) if name in made)
+
+
+def _users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
     if V.graph.name is not None or V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
         yield from _callers_of_side_streams(scheduler, region)
         return
