@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import unittest
 from typing import Any
 
-import form
-
-
-sys.path.insert(0, str(form.ROOT / "tools"))
 from torch.testing._internal.common_utils import TestCase
 
 import operators as tool
