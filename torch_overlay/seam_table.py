@@ -252,7 +252,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-host-constants",
         fingerprint="a1fcf65b5fa10f84",
-        why="With CUDA graphs, a pinned buffer that a program makes and copies back would be made on the GPU.",
+        why="With CUDA graphs, a pinned buffer that a program copies back would be made on the GPU, which is an error.",
         ends="upstream drops pin_memory where it moves a constructor",
     ),
     # ---- inductor-no-op-results

@@ -47,10 +47,11 @@ def _double_backward(original: Callable[..., Any], message: str, *args: Any) -> 
         if "donated buffers" in str(error):
             raise RuntimeError(message) from error
         raise
-    node = next(result.grad_fn for result in results if isinstance(result, torch.Tensor) and result.grad_fn is not None)
+    found = [result.grad_fn for result in results if isinstance(result, torch.Tensor) and result.grad_fn is not None]
 
     def refuse(gradients: Any) -> None:
         raise RuntimeError(message)
 
-    node.register_prehook(refuse)
+    for node in found[:1]:  # all gradients have the same node
+        node.register_prehook(refuse)
     return results

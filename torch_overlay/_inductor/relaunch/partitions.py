@@ -81,7 +81,8 @@ def _launches(node: Any) -> bool:
     if (overload := getattr(node.node, "op_overload", None)) is not None and name_of(overload) in OF_THE_HOST:
         return False
     if isinstance(node.node, ir.DynamicScalar):
-        return node.node.inputs[0].get_device().type != "cpu"
+        read: Any = node.node.inputs[0]
+        return read.get_device().type != "cpu"
     return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, (ir.MultiOutput, ir.AssertScalar))
 
 
