@@ -93,6 +93,35 @@ class TestCheck(TestCase):
         self.assertEqual(races(read=True), ["RAW aten.add.Tensor"])
 
     @simulated_gpu()
+    def test_memory_without_a_value_promises_none(self) -> None:
+        """Compiled code may write to it: it fills a scalar, and copies what was written in part."""
+
+        def scalar(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(x[0, 0])
+
+        def in_part(x: torch.Tensor) -> torch.Tensor:
+            y = x.new_empty(64)
+            y[0] = 1
+            return y[1:]
+
+        side = torch.cuda.Stream()
+        for work in (scalar, in_part):
+            for joins in (True, False):
+
+                def fn(x: torch.Tensor) -> torch.Tensor:
+                    side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        found = work(x)
+                    if joins:
+                        torch.cuda.current_stream().wait_stream(side)
+                    return found
+
+                report = check(fn, inputs()[0])
+                self.assertTrue(report.ok, str(report))
+                promised = "after call 1, default stream may overwrite output 0" in map(str, report.boundary)
+                self.assertEqual(promised, joins)
+
+    @simulated_gpu()
     def test_backward(self) -> None:
         report = check(forked(torch.cuda.Stream()), *inputs(requires_grad=True), backward=True, calls=3)
         self.assertTrue(report.ok, str(report))

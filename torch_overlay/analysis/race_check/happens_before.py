@@ -135,6 +135,7 @@ class _Block:
     done: dict[tuple[object, ...], Done] = field(default_factory=dict)
     recorded: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
     freed: Free | None = None
+    fresh: bool = False  # allocated inside the trace
 
 
 class _Reader:
@@ -226,7 +227,7 @@ class _Reader:
 
     def alloc(self, op: Alloc) -> None:
         pool = self.pools.get(op.memory.pool, {}) if op.memory.stream != HOST else {}
-        self.blocks[op.memory] = _Block(dict(pool))
+        self.blocks[op.memory] = _Block(dict(pool), fresh=op.memory.stream != HOST)
 
     def free(self, op: Free) -> None:
         block = self.block(op.memory)
@@ -291,9 +292,14 @@ class _Reader:
             block = self.block(view.memory)
             touched = [d for d in block.done.values() if _overlap(d.view, view)]
             written = [d for d in touched if d.writes]
+            may = ends
+            if block.fresh and not written:  # without a value: it is only known whose memory it is
+                stream = view.memory.stream
+                behind = {stream: self.clock(stream).get(stream, 0)}
+                may = {who: clock for who, clock in ends.items() if who != HOST and clock.implies(behind)}
             found = Reliance(
-                frozenset(who for who, clock in ends.items() if _over(clock, written)),
-                frozenset(who for who, clock in ends.items() if _over(clock, touched)),
+                frozenset(who for who, clock in may.items() if _over(clock, written)),
+                frozenset(who for who, clock in may.items() if _over(clock, touched)),
                 frozenset({view.memory.stream, *block.recorded}),
             )
             for who, clock in ends.items():
