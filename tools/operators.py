@@ -5,7 +5,7 @@
 
 A case is an operator of `op_db` or of the foreach operators, a variant (`test/operator_programs`), a type, a mode
 (default, reduce-overhead, and folded: with graphs, and small branches folded into the caller's stream) and a sample.
-Worker processes take one case after the other. A case that fails runs again in a fresh process, without the overlay:
+Worker processes take one case after the other. A case that fails runs again in a process without the overlay:
 eager itself, as the same unfriendly caller would call it, and then compiled in default mode, without streams. If one of
 them fails as well, the case counts as stock's and is skipped. Skipped are those, too, that eager can't do.
 
@@ -96,7 +96,7 @@ def work(device: str, stock: bool) -> None:
 
 
 class Pair:
-    """A worker with the overlay, and for each of its failures a fresh process without it."""
+    """A worker with the overlay, and one without it for what fails."""
 
     verdicts: dict[Case, worker_pool.Result] = {}  # of stock, whose mode is always the default one
     lock = threading.Lock()
@@ -119,7 +119,6 @@ class Pair:
             verdict = self.verdicts.get(key)
         if verdict is None:
             verdict = self.stock.run(key)
-            self.stock.stop()
             with self.lock:
                 self.verdicts[key] = verdict
         if verdict.good:
