@@ -47,7 +47,7 @@ VARIANTS = {
     "conjugated": Variant("of conjugates, which are views made in the block", (), (GRAPHS,)),
     "in_place": Variant("the operator updates an input", (GRAPHS,), (FOLDED,)),
     "update": Variant("the caller's stream updates what the side stream has made", (DEFAULT,), (GRAPHS,)),
-    "out": Variant("into memory that is given", (GRAPHS,), (FOLDED,)),
+    "out": Variant("into memory that is given", (FOLDED,), (GRAPHS,)),
     "backward": Variant("forward and backward", (GRAPHS,), (GRAPHS,), trains=True),
     "saved": Variant("the caller's stream saves what the side stream has made", (DEFAULT,), (DEFAULT,), trains=True),
 }
