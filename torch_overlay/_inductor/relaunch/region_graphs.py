@@ -15,7 +15,7 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import alignment, live, refusals, split_off
 from torch_overlay._inductor.relaunch.capture.blame import make_or_blame, NoGraph
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, Work
-from torch_overlay._inductor.relaunch.launch.staged import graph_of, stages_of
+from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of, stages_of
 from torch_overlay._inductor.relaunch.states import State
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -75,6 +75,7 @@ class RegionGraphs:
         state.captured_for = wanted
         states.drop_unkept()
         with states.lock:
+            states.launched_before -= launches_of(made)  # it was launched to compare it, for no call
             if not key and not self.keys.seeds and states.get(key) is state:
                 states.attempt = relaunch.attempt
         self._say_bound()

@@ -8,24 +8,33 @@ no kernel, so nothing writes to the memory behind the placeholder addresses. A r
 torch's is first captured once with that memory filled with numbers. If some have changed when all kernels have run, an
 operator has launched one outside, on whatever stream. Which one it was, shorter captures show, each of which stops
 after an operator. The numbers are small, for a kernel outside that takes them for indices must not read elsewhere.
+
+It escapes that probe if it writes only to memory that the operator keeps for itself, or leaves the numbers as they are.
+So such a region's graph is launched once on copies of the inputs, and compared with the compiled code. Where they
+differ, any operator that isn't torch's may be to blame. The middle one is split off; the parts are compared in turn, so
+it takes as many steps as a bisection. The probe stays: it names the operator, and sees results that no kernel writes.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.culprit import Launchers, line_of_error, Suspects
+from torch_overlay._inductor.relaunch import alignment
+from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.launch import staged
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.relaunch.refusals import log
+from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 
 
 if TYPE_CHECKING:
@@ -63,8 +72,14 @@ def make_or_blame(work: Work) -> Relaunch | staged.Split:
         if work.is_shared:
             work.sizes.note_capture(time.perf_counter() - start)
         made = staged.launchable(work.device, arrangement, launchers, work.code.static_inputs, work.alignments)
+        if work.plan.opaque:
+            compare(work, made)
     except (Escaped, NoGraph):
         raise
+    except VerifyError as error:
+        log.info("%s: %s", work.code.name, error)
+        culprit = find_differing(work)
+        raise NoGraph("operator", str(error) if culprit is None else culprit.did, culprit) from error
     except Refusal as refusal:
         raise NoGraph(refusal.reason, str(refusal), find_launcher(work, refusal)) from refusal
     except Exception as error:
@@ -94,20 +109,44 @@ def find_escape(work: Work) -> Culprit | None:
     """Return the operator in which a capture fails, or which launches outside of it: Note [Kernels outside of a
     capture]."""
 
-    def capture(last: int | None = None) -> tuple[Suspects, bool]:
-        """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
-        suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
-        with recordings(work) as record, record(1) as recording:
-            recording.fill()
-            with contextlib.suppress(Exception), suspects:
-                work.capture(recording)
-            return suspects, recording.is_written()
-
-    suspects, is_written = capture()
+    suspects, is_written = _capture_filled(work)
     if suspects.found is not None or not is_written or not suspects.opaque:
         return suspects.found
     others = range(len(suspects.opaque) - 1)
-    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: capture(last)[1])]
+    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: _capture_filled(work, last)[1])]
+
+
+def _capture_filled(work: Work, last: int | None = None) -> tuple[Suspects, bool]:
+    """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
+    suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
+    with recordings(work) as record, record(1) as recording:
+        recording.fill()
+        with contextlib.suppress(Exception), suspects:
+            work.capture(recording)
+        return suspects, recording.is_written()
+
+
+def compare(work: Work, made: Relaunch | staged.Split) -> None:
+    """Raise VerifyError if a launch on these inputs has other results than the compiled code: Note [Kernels outside of
+    a capture]."""
+    unwritten = set(work.code.static_inputs).difference(work.code.mutated_inputs)
+    shared = {id(work.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if id(tensor) in shared else alignment.clone_flat(tensor)
+
+    try:
+        Verified(made, work.model, work.code, clone).check(work.inputs)
+    except (VerifyError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, Misaligned) as error:  # the call's own launch raises it, too, which `runner` handles
+        log.info("%s could not be compared: %s", work.code.name, error)
+
+
+def find_differing(work: Work) -> Culprit | None:
+    """Return the operator in the middle of those to which it may be due that a graph has other results."""
+    opaque = list({culprit.operator: culprit for culprit in _capture_filled(work)[0].opaque}.values())
+    return dataclasses.replace(opaque[len(opaque) // 2], did=DIFFERS) if opaque else None
 
 
 def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:
