@@ -19,7 +19,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
-from torch_overlay._inductor.relaunch import coverage, refusals, split_off
+from torch_overlay._inductor.relaunch import alignment, coverage, refusals, split_off
 from torch_overlay._inductor.relaunch.capture import blame, culprit
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay.testing import simulated_gpu
@@ -247,7 +247,7 @@ def region(args):
 
     def test_comparison_that_finds_no_memory_is_made_later(self):
         run = self.runner(self.SOURCE.replace("waits", "doubles"))
-        with mock.patch.object(blame.alignment, "clone_flat", side_effect=torch.OutOfMemoryError("no memory")):
+        with mock.patch.object(alignment, "clone_flat", side_effect=torch.OutOfMemoryError("no memory")):
             self.calls(run)
         self.assertEqual((run.launched(), refusals.refused(), dict(split_off.failed())), (0, [], {}))
         self.calls(run)

@@ -26,15 +26,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch import alignment
 from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.launch import staged
-from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.relaunch.refusals import log
-from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 
 
 if TYPE_CHECKING:
@@ -72,14 +69,8 @@ def make_or_blame(work: Work) -> Relaunch | staged.Split:
         if work.is_shared:
             work.sizes.note_capture(time.perf_counter() - start)
         made = staged.launchable(work.device, arrangement, launchers, work.code.static_inputs, work.alignments)
-        if work.plan.opaque:
-            compare(work, made)
     except (Escaped, NoGraph):
         raise
-    except VerifyError as error:
-        log.info("%s: %s", work.code.name, error)
-        culprit = find_differing(work)
-        raise NoGraph("operator", str(error) if culprit is None else culprit.did, culprit) from error
     except Refusal as refusal:
         raise NoGraph(refusal.reason, str(refusal), find_launcher(work, refusal)) from refusal
     except Exception as error:
@@ -126,27 +117,13 @@ def _capture_filled(work: Work, last: int | None = None) -> tuple[Suspects, bool
         return suspects, recording.is_written()
 
 
-def compare(work: Work, made: Relaunch | staged.Split) -> None:
-    """Raise VerifyError if a launch on these inputs has other results than the compiled code: Note [Kernels outside of
-    a capture]."""
-    unwritten = set(work.code.static_inputs).difference(work.code.mutated_inputs)
-    shared = {id(work.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
-
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if id(tensor) in shared else alignment.clone_flat(tensor)
-
-    try:
-        Verified(made, work.model, work.code, clone).check(work.inputs)
-    except (VerifyError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, Misaligned) as error:  # the call's own launch raises it, too, which `runner` handles
-        log.info("%s could not be compared: %s", work.code.name, error)
-
-
 def find_differing(work: Work) -> Culprit | None:
-    """Return the operator in the middle of those to which it may be due that a graph has other results."""
-    opaque = list({culprit.operator: culprit for culprit in _capture_filled(work)[0].opaque}.values())
-    return dataclasses.replace(opaque[len(opaque) // 2], did=DIFFERS) if opaque else None
+    """Return the operator in the middle of those that may have made a graph's results other ones: Note [Kernels outside
+    of a capture]."""
+    with contextlib.suppress(Exception):
+        opaque = list({culprit.operator: culprit for culprit in _capture_filled(work)[0].opaque}.values())
+        return dataclasses.replace(opaque[len(opaque) // 2], did=DIFFERS)
+    return None
 
 
 def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:
