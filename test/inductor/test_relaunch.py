@@ -1862,6 +1862,47 @@ class TestGpu(GpuTestCase):
             self.assertIn(f"relaunch_test::{name}.default", split_off.failed())
         self.assertEqual(refusals.refusals(), [])  # the operator runs between two graphs
 
+    def test_kernel_on_a_stream_that_the_operator_chooses_in_memory_of_its_own(self):
+        """No capture sees it, and it writes to no memory that the capture has placed."""
+        kept, current = torch.empty(64, device="cuda"), torch.cuda.current_stream()
+
+        def double(x):
+            with torch.cuda.stream(current):
+                torch.mul(x, 2, out=kept)
+            return kept.clone()
+
+        def rectify(x):
+            with torch.cuda.stream(current):
+                x.relu_()
+
+        self.enterContext(fresh_cache())
+        with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
+            library.define("doubles_in_its_own(Tensor x) -> Tensor")
+            library.impl("doubles_in_its_own", double, "CUDA")
+            library.impl("doubles_in_its_own", torch.empty_like, "Meta")
+            library.define("rectifies(Tensor(a!) x) -> ()")
+            library.impl("rectifies", rectify, "CUDA")
+            library.impl("rectifies", lambda x: None, "Meta")
+
+            def rectified(x):
+                y = x + 1
+                torch.ops.relaunch_test.rectifies(y)
+                return y + 1
+
+            doubled = torch.ops.relaunch_test.doubles_in_its_own
+            for fn, want in (
+                (lambda x: doubled(x + 1) + 1, lambda x: 2 * x + 3),
+                (rectified, lambda x: (x + 1).relu() + 1),
+            ):
+                with config.patch(cudagraphs="relaunch"):
+                    compiled = torch.compile(fn, mode="reduce-overhead")
+                    for _ in range(6):
+                        x = torch.randn(64, device="cuda")
+                        self.assertEqual(compiled(x), want(x))
+        names = {"relaunch_test::doubles_in_its_own.default", "relaunch_test::rectifies.default"}
+        self.assertEqual({*split_off.failed()}, names)
+        self.assertEqual(refusals.refusals(), [])  # they run between two graphs
+
     def test_region_that_can_not_be_captured_runs_and_the_next_one_is_captured(self):
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
             library.define("host_read(Tensor x) -> Tensor")

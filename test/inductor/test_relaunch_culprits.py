@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -18,13 +19,15 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
-from torch_overlay._inductor.relaunch import coverage, refusals, split_off
+from torch_overlay._inductor.relaunch import alignment, coverage, refusals, split_off
 from torch_overlay._inductor.relaunch.capture import blame, culprit
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay.testing import simulated_gpu
 
 
-STATE = {"device": None, "error": None}
+STATE = {"device": None, "error": None, "replays": False}
+KEPT = torch.zeros(4, 4)
+UNSEEDED = random.Random(0)
 UNSUPPORTED = "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be ..."
 
 
@@ -47,6 +50,27 @@ def escapes(x: torch.Tensor) -> torch.Tensor:
     if recording is not None:
         recording.written = True
     return x * 2
+
+
+@torch.library.custom_op("culprits::keeps", mutates_args=())
+def keeps(x: torch.Tensor) -> torch.Tensor:
+    """Computes outside of a capture in memory of its own, which the captured kernel reads."""
+    if not STATE["replays"]:
+        KEPT.copy_(x * 2)
+    return KEPT.clone()
+
+
+@torch.library.custom_op("culprits::rectifies", mutates_args={"x"})
+def rectifies(x: torch.Tensor) -> None:
+    """Its kernel leaves small numbers as they are, and isn't captured."""
+    if not STATE["replays"]:
+        x.relu_()
+
+
+@torch.library.custom_op("culprits::varies", mutates_args=())
+def varies(x: torch.Tensor) -> torch.Tensor:
+    """Adds in an order that isn't fixed: the last bits differ from run to run."""
+    return x * 2 * (1 + 1e-6 * UNSEEDED.random())
 
 
 @torch.library.custom_op("culprits::doubles", mutates_args=())
@@ -176,6 +200,58 @@ def region(args):
         did = "launches on a stream of its own choice, where a capture does not see it"
         self.assertEqual(found.message, f"culprits::escapes.default {did}")
         self.assertEqual(split_off.failed(), {"culprits::escapes.default": did})
+
+    def differs(self, *calls):
+        """Call a region with these calls of operators, whose kernels outside of a capture no launch runs. Return what
+        is split off, and what is refused."""
+        execute = self.device.execute
+
+        def replay(*args):
+            with mock.patch.dict(STATE, replays=True):
+                execute(*args)
+
+        self.enterContext(mock.patch.object(self.device, "execute", replay))
+        lines = "".join(f"    {call}\n" for call in calls)
+        source = self.SOURCE.replace("    z = torch.ops.culprits.waits.default(y)\n", lines)
+        run = self.runner(source)
+        for _ in range(5):
+            x = torch.randn(4, 4)
+            before = torch.get_rng_state()
+            wanted = x * 3
+            self.assertEqual(run([x]), (wanted.relu() * 2 + x if "rectifies" in lines else wanted * 2 + x,))
+            self.assertEqual(torch.get_rng_state(), before)
+        self.assertEqual(run.launched() + sum(run.outside.values()), 5)
+        return [*split_off.failed()], refusals.refused()
+
+    def test_operator_that_computes_in_memory_of_its_own(self):
+        """A captured kernel reads it: nothing that the capture has placed is written."""
+        failed, (found,) = self.differs("z = torch.ops.culprits.keeps.default(y)")
+        self.assertEqual((failed, found.reason), (["culprits::keeps.default"], "operator"))
+        self.assertIn("culprits::keeps.default is called where a graph's first launch had other results", found.message)
+        self.assertIn("launch on torch.cuda.current_stream()", found.message)
+
+    def test_update_outside_of_a_capture_that_leaves_its_numbers_as_they_are(self):
+        failed, (found,) = self.differs("torch.ops.culprits.rectifies.default(y); z = y * 2")
+        self.assertEqual((failed, found.reason), (["culprits::rectifies.default"], "operator"))
+
+    def test_operator_in_the_middle_is_split_off_first(self):
+        """A region that isn't cut there is refused; otherwise its parts are compared."""
+        names = ["doubles", "waits", "keeps"]
+        STATE["device"] = None
+        calls = [f"z = torch.ops.culprits.{name}.default({'z / 2' if i else 'y'})" for i, name in enumerate(names)]
+        failed, (found,) = self.differs(*calls)
+        self.assertEqual((failed, found.reason), (["culprits::waits.default"], "operator"))
+
+    def test_operator_whose_last_bits_vary_has_a_graph(self):
+        self.assertEqual(self.differs("z = torch.ops.culprits.varies.default(y)"), ([], []))
+
+    def test_comparison_that_finds_no_memory_is_made_later(self):
+        run = self.runner(self.SOURCE.replace("waits", "doubles"))
+        with mock.patch.object(alignment, "clone_flat", side_effect=torch.OutOfMemoryError("no memory")):
+            self.calls(run)
+        self.assertEqual((run.launched(), refusals.refused(), dict(split_off.failed())), (0, [], {}))
+        self.calls(run)
+        self.assertEqual(run.launched(), 3)
 
     def test_device_that_can_not_record_is_no_error(self):
         """Nor is it one when the operator is looked for."""

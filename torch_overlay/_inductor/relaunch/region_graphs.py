@@ -10,14 +10,16 @@ import functools
 import weakref
 from typing import Any, TYPE_CHECKING
 
+import torch
+
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import alignment, live, refusals, split_off
-from torch_overlay._inductor.relaunch.capture.blame import make_or_blame, NoGraph
+from torch_overlay._inductor.relaunch.capture.blame import find_differing, make_or_blame, NoGraph
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, Work
-from torch_overlay._inductor.relaunch.launch.staged import graph_of, stages_of
+from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of, stages_of
 from torch_overlay._inductor.relaunch.states import State
-from torch_overlay._inductor.relaunch.verify import Verified
+from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class RegionGraphs:
         try:
             states.warm_ups, before = 0, sizes.instantiated
             made = make_or_blame(work)
+            if work.plan.opaque:
+                self._compare(work, made)
             # The bound is for graphs that take memory of the device.
             states.captures += not work.is_shared or sizes.instantiated > before
         except NoGraph as failed:
@@ -75,10 +79,31 @@ class RegionGraphs:
         state.captured_for = wanted
         states.drop_unkept()
         with states.lock:
+            states.launched_before -= launches_of(made)  # it was launched to compare it, for no call
             if not key and not self.keys.seeds and states.get(key) is state:
                 states.attempt = relaunch.attempt
         self._say_bound()
         return True
+
+    def _compare(self, work: Work, made: Relaunch | Split) -> None:
+        """Raise NoGraph if a launch on copies of these inputs has other results than the compiled code: Note [Kernels
+        outside of a capture] of `blame`."""
+        unwritten = set(self.code.static_inputs).difference(self.code.mutated_inputs)
+        shared = {id(work.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
+
+        def clone(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if id(tensor) in shared else alignment.clone_flat(tensor)
+
+        try:
+            Verified(made, self.region.plain, self.code, clone).check(work.inputs)
+        except VerifyError as error:
+            refusals.log.info("%s: %s", self.code.name, error)
+            culprit = find_differing(work)
+            raise NoGraph("operator", str(error) if culprit is None else culprit.did, culprit) from error
+        except torch.OutOfMemoryError as error:
+            raise NoGraph("out-of-memory", str(error), None, is_final=False) from error
+        except Exception as error:  # the call's own launch raises it, too, which `runner` handles
+            refusals.log.info("%s could not be compared: %s", self.code.name, error)
 
     def add(self, key: Any, made: Relaunch, nodes: int) -> State:
         """Keep a graph that serves calls whose own keys have no state."""

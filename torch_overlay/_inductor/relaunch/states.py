@@ -73,7 +73,7 @@ class States(OrderedDict[Any, State]):
         self.captures = self.warm_ups = 0
         self.attempt: Callable[[list[Any]], Any] | None = None
         self.seen: OrderedDict[Any, bool] = OrderedDict()  # keys that came once, when most come only once
-        self._launched_before = 0  # launches of graphs that are dropped
+        self.launched_before = 0  # launches of graphs that are dropped
 
     @property
     def most_captures(self) -> int:
@@ -136,12 +136,12 @@ class States(OrderedDict[Any, State]):
 
     def drop(self, key: Any) -> None:
         with self.lock:
-            self._launched_before += launches_of(self.pop(key).relaunch)
+            self.launched_before += launches_of(self.pop(key).relaunch)
 
     def set_graph(self, state: State, relaunch: Any = None, shared: Any = None) -> None:
         """Give a state its graph, in place of the one that it may have had; without arguments, take it away."""
         with self.lock:
-            self._launched_before += launches_of(state.relaunch)
+            self.launched_before += launches_of(state.relaunch)
             state.relaunch, state.shared, self.attempt = relaunch, shared, None
 
     def drop_unkept(self) -> None:
@@ -154,7 +154,7 @@ class States(OrderedDict[Any, State]):
     def forget(self) -> list[State]:
         """Drop all graphs. Return the states, which the caller lets go of without the lock."""
         with self.lock:
-            self._launched_before = self.launched()
+            self.launched_before = self.launched()
             dropped = list(self.values())
             self.replace({})
             self.sizes = Sizes(self.sizes.bound)
@@ -165,7 +165,7 @@ class States(OrderedDict[Any, State]):
     def launched(self) -> int:
         """Return how many calls a graph has run."""
         with self.lock:
-            return self._launched_before + sum(launches_of(state.relaunch) for state in self.values())
+            return self.launched_before + sum(launches_of(state.relaunch) for state in self.values())
 
     def graphs(self) -> list[Graph]:
         """Return the graphs that there are now."""

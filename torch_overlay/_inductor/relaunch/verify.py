@@ -1,4 +1,5 @@
-"""Compares every relaunch with a run of the region as compiled, on copies of its inputs (`config.cudagraph_verify`).
+"""Compares every relaunch with a run of the region as compiled, on copies of its inputs (`config.cudagraph_verify`),
+or the first launch of a graph with operators that aren't torch's (`blame`, Note [Kernels outside of a capture]).
 
 Both runs draw the same random numbers. Sums that are made in no fixed order may differ in their last bits, so values
 are compared with a tolerance; a pointer slot that was patched wrongly makes another kind of difference. The first
@@ -7,7 +8,7 @@ difference is raised, with the parameters that hold the address of the tensor th
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
+
+    Run: TypeAlias = "tuple[Sequence[Any], Any]"  # the inputs as they are after it, and the outputs
+    Difference: TypeAlias = "tuple[str, int | None, str]"  # what differs first, its region, and how
 
 # Largest difference, relative to the largest number of the tensor.
 TOLERANCES = {
@@ -56,23 +60,41 @@ class Verified:
         self.relaunch, self.plain, self.code, self.clone = relaunch, plain, code, clone
 
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
-        held = list(inputs)
-        copies = [self.clone(v) if capture.is_region(v) else v for v in held]
-        generators = [v for v in held if isinstance(v, torch.Generator)]
-        device = self.relaunch.device
-        before = device.random_state(), [g.get_state() for g in generators]
-        expected = self.plain(list(copies))
-        device.set_random_state(before[0])
-        for generator, state in zip(generators, before[1]):
-            generator.set_state(state)
+        held, copies, state = list(inputs), self._copies(inputs), self._random_state(inputs)
         result = self.relaunch.launch(inputs, originals)
-        for k in self.code.mutated_inputs:
-            if capture.is_region(held[k]):
-                self._compare(f"input {k}, which it writes,", copies[k], held[k], self.relaunch.region.get(k))
-        for i, (want, got) in enumerate(zip(expected, result, strict=True)):
-            if not self._is_unwritten(i):
-                self._compare(f"output {i}", want, got, self._region(i))
+        self._set_random_state(held, state)
+        expected = self.plain(list(copies))
+        self._raise_if(self._difference((copies, expected), (held, result)))
         return result
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Compare a launch with a run as compiled, both on copies of these inputs: without a tolerance, if the compiled
+        code has the same results each time. The launch comes first, for the other run may write what that missed."""
+        state = self._random_state(inputs)
+
+        def on_copies(run: Callable[[list[Any]], Any]) -> Run:
+            copies = self._copies(inputs)
+            try:
+                return copies, run(list(copies))
+            finally:
+                self._set_random_state(inputs, state)
+
+        got, want = on_copies(self.relaunch.launch), on_copies(self.plain)
+        found = self._difference(want, got, exactly=True)
+        if found is not None and self._difference(want, on_copies(self.plain), exactly=True) is not None:
+            found = self._difference(want, got)
+        self._raise_if(found)
+
+    def _copies(self, inputs: Sequence[Any]) -> list[Any]:
+        return [self.clone(v) if capture.is_region(v) else v for v in inputs]
+
+    def _random_state(self, inputs: Sequence[Any]) -> list[Any]:
+        return [self.relaunch.device.random_state(), *(g.get_state() for g in _generators(inputs))]
+
+    def _set_random_state(self, inputs: Sequence[Any], state: Sequence[Any]) -> None:
+        self.relaunch.device.set_random_state(state[0])
+        for generator, before in zip(_generators(inputs), state[1:], strict=True):
+            generator.set_state(before)
 
     def _is_unwritten(self, output: int) -> bool:
         """True if no node of the graph holds an address in the output's memory. Such an output is uninitialized, as it
@@ -100,12 +122,21 @@ class Verified:
                 return len(layout.inputs) + own.index(number) if number in own else layout.saved_region
         return None
 
-    def _compare(self, what: str, want: Any, got: Any, region: int | None) -> None:
-        if may_be_seed(want) and not capture.is_region(want) and may_be_seed(got) and capture.is_region(got):
-            return  # Note [Seeds of attention]: a forward without dropout leaves its seeds unwritten
-        difference = describe_difference(want, got)
-        if difference is None:
+    def _difference(self, want: Run, got: Run, exactly: bool = False) -> Difference | None:
+        written = [k for k in self.code.mutated_inputs if capture.is_region(got[0][k])]
+        pairs = [(f"input {k}, which it writes,", want[0][k], got[0][k], self.relaunch.region.get(k)) for k in written]
+        for i, (a, b) in enumerate(zip(want[1], got[1], strict=True)):
+            # Note [Seeds of attention]: a forward without dropout leaves its seeds unwritten.
+            is_seed = may_be_seed(a) and not capture.is_region(a) and may_be_seed(b) and capture.is_region(b)
+            if not is_seed and not self._is_unwritten(i):
+                pairs.append((f"output {i}", a, b, self._region(i)))
+        differences = ((what, region, describe_difference(a, b, exactly)) for what, a, b, region in pairs)
+        return next(((what, region, how) for what, region, how in differences if how), None)
+
+    def _raise_if(self, found: Difference | None) -> None:
+        if found is None:
             return
+        what, region, difference = found
         template = self.relaunch.template
         slots = [s for s in template.slots if s.region == region]
         lines = [f"{self.code.name}: {what} of the relaunched graph is not that of the compiled code: {difference}"]
@@ -119,13 +150,17 @@ class Verified:
         raise VerifyError("\n".join(lines))
 
 
+def _generators(inputs: Sequence[Any]) -> list[torch.Generator]:
+    return [v for v in inputs if isinstance(v, torch.Generator)]
+
+
 def tolerance_of(dtype: torch.dtype) -> float:
     exact = not (dtype.is_floating_point or dtype.is_complex)
     return 0.0 if exact else TOLERANCES.get(dtype, COARSE)
 
 
-def describe_difference(want: Any, got: Any) -> str | None:
-    """Return a text that says how two results differ; None if they agree."""
+def describe_difference(want: Any, got: Any, exactly: bool = False) -> str | None:
+    """Return a text that says how two results differ; None if they agree, within a tolerance if not `exactly`."""
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
         return None if want is got or exact(want) == exact(got) else f"{got!r} instead of {want!r}"
     for attribute in ("dtype", "device", "shape"):
@@ -136,7 +171,7 @@ def describe_difference(want: Any, got: Any) -> str | None:
     if not want.numel() or torch.equal(a := _comparable(want), b := _comparable(got)):
         return None
     if a.dtype.is_floating_point:
-        tolerance = tolerance_of(want.dtype)
+        tolerance = 0.0 if exactly else tolerance_of(want.dtype)
         finite = a[a.isfinite()].abs()
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
         wrong = ~torch.isclose(b, a, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -8,19 +8,25 @@ no kernel, so nothing writes to the memory behind the placeholder addresses. A r
 torch's is first captured once with that memory filled with numbers. If some have changed when all kernels have run, an
 operator has launched one outside, on whatever stream. Which one it was, shorter captures show, each of which stops
 after an operator. The numbers are small, for a kernel outside that takes them for indices must not read elsewhere.
+
+It escapes that probe if it writes only to memory that the operator keeps for itself, or leaves the numbers as they are.
+So such a region's graph is launched once on copies of the inputs, and compared with the compiled code. Where they
+differ, any operator that isn't torch's may be to blame. The middle one is split off; the parts are compared in turn, so
+it takes as many steps as a bisection. The probe stays: it names the operator, and sees results that no kernel writes.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.culprit import Launchers, line_of_error, Suspects
+from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.launch import staged
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
@@ -94,20 +100,30 @@ def find_escape(work: Work) -> Culprit | None:
     """Return the operator in which a capture fails, or which launches outside of it: Note [Kernels outside of a
     capture]."""
 
-    def capture(last: int | None = None) -> tuple[Suspects, bool]:
-        """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
-        suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
-        with recordings(work) as record, record(1) as recording:
-            recording.fill()
-            with contextlib.suppress(Exception), suspects:
-                work.capture(recording)
-            return suspects, recording.is_written()
-
-    suspects, is_written = capture()
+    suspects, is_written = _capture_filled(work)
     if suspects.found is not None or not is_written or not suspects.opaque:
         return suspects.found
     others = range(len(suspects.opaque) - 1)
-    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: capture(last)[1])]
+    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: _capture_filled(work, last)[1])]
+
+
+def _capture_filled(work: Work, last: int | None = None) -> tuple[Suspects, bool]:
+    """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
+    suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
+    with recordings(work) as record, record(1) as recording:
+        recording.fill()
+        with contextlib.suppress(Exception), suspects:
+            work.capture(recording)
+        return suspects, recording.is_written()
+
+
+def find_differing(work: Work) -> Culprit | None:
+    """Return the operator in the middle of those that may have made a graph's results other ones: Note [Kernels outside
+    of a capture]."""
+    with contextlib.suppress(Exception):
+        opaque = list({culprit.operator: culprit for culprit in _capture_filled(work)[0].opaque}.values())
+        return dataclasses.replace(opaque[len(opaque) // 2], did=DIFFERS)
+    return None
 
 
 def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:

@@ -40,6 +40,11 @@ ERRORS: dict[int, tuple[str, str]] = {
 }
 
 ESCAPES = "launches on a stream of its own choice, where a capture does not see it"
+DIFFERS = (
+    "is called where a graph's first launch had other results than the compiled code: it, or another operator there, "
+    "launches where a capture does not see it, or has other results each time; "
+    "launch on torch.cuda.current_stream(), and keep no state"
+)
 
 
 @dataclass(frozen=True)
