@@ -235,6 +235,15 @@ LISTS = {  # made by one operator, and updated by another
 }
 
 
+UPDATED_BY_A_CALL = {  # each is a new tensor in eager; a fallback updates what another stream has made
+    "index_copy": lambda a, i, y: torch.index_copy(a, 0, i, y),
+    "index_put": lambda a, i, y: torch.index_put(a, (i,), y),
+    "index_add": lambda a, i, y: torch.index_add(a, 0, i, y),
+    "index_put_twice": lambda a, i, y: torch.index_put(torch.index_put(a, (i,), y), (i,), y * 2),
+    "part_of_index_put": lambda a, i, y: torch.index_put(a, (i,), y)[1:],
+}
+
+
 class TestPlans(TestCase):
     @simulated_gpu()
     def exit_waits(self, update: bool) -> list[tuple[int, int]]:
@@ -275,6 +284,39 @@ class TestPlans(TestCase):
             return listed
 
         report = check(fn, torch.ones(8, 16, device="cuda"))
+        self.assertTrue(report.ok, str(report))
+
+    @parametrize("kind", list(UPDATED_BY_A_CALL))
+    @simulated_gpu()
+    def test_result_that_a_call_puts_into_memory_of_another_stream_may_be_dropped(self, kind: str) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(x, y, i):
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                made = x * 4 / 4
+            current.wait_stream(side)
+            return UPDATED_BY_A_CALL[kind](made, i, y)
+
+        x, y = (torch.ones(5, 5, dtype=torch.complex64, device="cuda") for _ in range(2))
+        report = check(fn, x, y, torch.ones(5, dtype=torch.int64, device="cuda"))
+        self.assertTrue(report.ok, str(report))
+
+    @simulated_gpu()
+    def test_result_beside_an_effect_may_be_dropped(self) -> None:
+        """The token of the check for a singular matrix has a description, and is no output for Inductor."""
+        side = torch.cuda.Stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                solved = torch.linalg.solve(x, y)
+            current.wait_stream(side)
+            return solved
+
+        report = check(fn, torch.ones(5, 5, device="cuda"), torch.ones(5, device="cuda"), mode="reduce-overhead")
         self.assertTrue(report.ok, str(report))
 
 

@@ -120,7 +120,9 @@ class TestUpstreamBugs(TestCase):
     @form.overlay_only
     def test_on_stock_what_is_kept_changes(self) -> None:
         found = found_on_stock()["updates_of_what_is_kept"]
-        self.assertEqual([text.split(":")[0] for text in found], ["copied", "put", "computed", "saved", "listed"])
+        self.assertEqual(
+            [text.split(":")[0] for text in found], ["copied", "checked", "put", "computed", "saved", "listed"]
+        )
 
     @form.slow
     @form.overlay_only

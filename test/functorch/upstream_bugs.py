@@ -335,6 +335,17 @@ def updates_of_what_is_kept() -> list[str]:
         x[0:1].add_(1)
         return y
 
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        def step(x: torch.Tensor) -> torch.Tensor:  # has an effect, too
+            torch.ops.aten._linalg_check_errors(torch.zeros((), dtype=torch.int32), "checked", is_matrix=True)
+            y = torch.slice_scatter(x, x[1:3] * 2, 0, 1, 3)
+            x.copy_(y)
+            return y
+
+        y = torch.compile(step)(x)
+        x.zero_()
+        return y
+
     def put(x: torch.Tensor) -> torch.Tensor:
         x.index_put_((torch.tensor([1]),), torch.tensor([7.0]))
         y = x.clone()
@@ -370,6 +381,7 @@ def updates_of_what_is_kept() -> list[str]:
     found = []
     right = {
         copied: [0.0, 2, 4, 3],
+        checked: [0.0, 2, 4, 3],
         put: [0.0, 7, 2, 3],
         computed: [3.0, 4, 2, 3],
         saved: [1.0, 1, 2, 3],
@@ -378,7 +390,7 @@ def updates_of_what_is_kept() -> list[str]:
     for function, expected in right.items():
         torch._dynamo.reset()
         x = torch.arange(4.0)
-        got = (function if function in (saved, listed) else torch.compile(function))(x).tolist()
+        got = (function if function in (checked, saved, listed) else torch.compile(function))(x).tolist()
         if got != expected:
             found.append(f"{function.__name__}: {got} in the place of {expected}")
     return found

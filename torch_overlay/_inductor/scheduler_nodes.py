@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
+from torch._library.utils import mutates_and_returns_first_arg
 
 from torch_overlay._functorch.device_peaks import bytes_per_us, flops_per_us
 from torch_overlay._functorch.streams.fx import is_stream_operator, is_view_operator
@@ -67,6 +68,13 @@ def viewed_by_call(kernel: Any) -> set[str]:
     return set(kernel.get_inputs_that_alias_output()) if is_view_call else set()
 
 
+def updated_by_call(kernel: Any) -> set[str]:
+    """Return the buffer that a kernel updates in place and returns under a name of its own, as `index_put_` does."""
+    is_call = isinstance(kernel, ir.FallbackKernel) and isinstance(kernel.op_overload, torch._ops.OpOverload)
+    updates = is_call and mutates_and_returns_first_arg(kernel.op_overload)
+    return {kernel.inputs[0].get_name()} if updates else set()
+
+
 def owner_of(name: str) -> str:
     """Return the buffer whose memory a buffer lies in: for an update what it updates, for a slice the concatenation,
     for a view that a call returns, alone or in a list, what it views.
@@ -74,10 +82,11 @@ def owner_of(name: str) -> str:
     while True:
         name = V.graph.scheduler.mutation_real_name.get(name, name)
         buffer = V.graph.try_get_buffer(name)
+        call = V.graph.try_get_buffer(kernel_of(buffer) or name)
         if isinstance(layout := getattr(buffer, "layout", None), ir.NonOwningLayout):
             name = layout.view.get_name()
-        elif len(viewed := viewed_by_call(V.graph.try_get_buffer(kernel_of(buffer) or name))) == 1:
-            (name,) = viewed
+        elif len(same := viewed_by_call(call) or updated_by_call(call)) == 1:
+            (name,) = same
         else:
             return name
 

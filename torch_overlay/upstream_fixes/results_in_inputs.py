@@ -22,7 +22,7 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.streams.fx import is_view, viewed, written_arguments
+from torch_overlay._functorch.streams.fx import is_view, output_descriptions, viewed, written_arguments
 
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph
     values, structure = pytree.tree_flatten(output.args[0])
     kept = {
         i: value
-        for i, (value, what) in enumerate(zip(values, output.meta.get("desc") or ()))
+        for i, (value, what) in enumerate(zip(values, output_descriptions(output)))
         if isinstance(value, torch.fx.Node) and _is_memory_of_its_own(what) and may_lie_in_written_input(value)
     }
     shown = Counter(viewed(value) for value in set(kept.values()))  # memory -> number of results that show it

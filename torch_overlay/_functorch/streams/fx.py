@@ -7,6 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch._dynamo.variables.streams  # has the operators of `torch.ops.streams`
+from torch._functorch._aot_autograd.descriptors import AOTOutput, BackwardTokenAOTOutput, ForwardTokenAOTOutput
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
@@ -83,6 +84,16 @@ def viewed(node: Node) -> Node:
     ):
         node = base
     return node
+
+
+def output_descriptions(output: Node) -> list[AOTOutput]:
+    """Return upstream's descriptions of a graph's outputs, in the order of the outputs; none where there are none. The
+    tokens of effects keep theirs when they are taken from the outputs.
+    """
+    found = list(output.meta.get("desc") or ())
+    if len(found) == len(pytree.tree_leaves(output.args[0])):
+        return found
+    return [what for what in found if not isinstance(what, (BackwardTokenAOTOutput, ForwardTokenAOTOutput))]
 
 
 def written_arguments(call: Any) -> dict[Any, Node]:

@@ -11,6 +11,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of, Leave
+from torch_overlay._functorch.streams.fx import output_descriptions
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
 
 
@@ -60,7 +61,7 @@ def eager_memory_of_results() -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     real = V.graph.scheduler.mutation_real_name
     output = V.graph.module.graph.output_node()  # type: ignore[union-attr]
-    for what, value in zip(output.meta.get("desc") or (), V.graph.graph_outputs):
+    for what, value in zip(output_descriptions(output), V.graph.graph_outputs):
         known = streams.get(what.expr())
         if known is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
             continue

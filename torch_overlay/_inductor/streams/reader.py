@@ -31,6 +31,7 @@ from torch_overlay._inductor.scheduler_nodes import (
     owner_of,
     parts_of,
     stream_operation,
+    updated_by_call,
     user_stream,
     viewed_by_call,
 )
@@ -125,13 +126,11 @@ class RegionReader:
         """Return, per stream, the caller's states that it must be ordered after when the region is left."""
         return self.tokens.at_exit({token for op in self.ops if op.blocking for token in op.requires})
 
-    def touches_caller_memory(self, names: set[str], outputs: bool) -> bool:
-        """True if any of `names` is memory that the caller holds during the call, or, with `outputs`, gets from the
-        call.
+    def touches_caller_memory(self, names: set[str]) -> bool:
+        """True if any of `names` is memory that the caller holds during the call or gets from it, or a view that a call
+        returns of such memory.
         """
-        if not self.caller_memory.isdisjoint(names):
-            return True
-        return outputs and not self.output_memory.isdisjoint(names)
+        return not (self.caller_memory | self.output_memory).isdisjoint(names.union(map(owner_of, names)))
 
     # -- operations
 
@@ -146,6 +145,9 @@ class RegionReader:
                 continue
             layout = buffer.layout if hasattr(buffer, "layout") else None
             if isinstance(layout, ir.NoneLayout):
+                continue
+            if updated_by_call(buffer):
+                self.owners[name] = owner_of(name)
                 continue
             owner = name
             if isinstance(layout, ir.NonOwningLayout):
@@ -189,7 +191,7 @@ class RegionReader:
             after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
         # freed while another stream still read it; that read comes before the work that the user waited for.
-        if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
+        if not self.enclosed and not self.touches_caller_memory(reads | writes):
             # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
             self.inner.add(len(self.ops))
         if gpu:
