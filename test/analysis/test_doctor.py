@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 import unittest
+import warnings
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -21,10 +22,13 @@ import torch
 
 import form
 import torch_overlay
-from torch_overlay._cli import check, doctor, explain, timeline
-from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial, Work
-from torch_overlay.analysis.doctor.diagnose import guards_us, logged
+from torch_overlay._cli import check, doctor, explain, timeline, trials
+from torch_overlay._inductor.relaunch import coverage
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial, waits, Work
+from torch_overlay.analysis.doctor.diagnose import _Job, guards_us, logged
+from torch_overlay.analysis.doctor.diagnosis import VARY
 from torch_overlay.analysis.doctor.eager import Eager
+from torch_overlay.analysis.doctor.fresh_start import Saved
 from torch_overlay.analysis.doctor.remedies import as_text, switches
 from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
 from torch_overlay.testing import simulated_gpu
@@ -148,9 +152,14 @@ STEP = """
     import torch
 
     double = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
+    plain = torch.compile(lambda x: x.sin() * 2)
 
     def step(x):
         double(x)
+
+    def without_graphs(x):
+        plain(x)
+        return x.detach()
 
     def unused(x):
         x.sin()
@@ -165,6 +174,20 @@ STEP = """
         return torch.where(x > 0, x.sin(), x.cos()) * x.sum()
 
     def example_inputs():
+        return torch.randn(3, device="cuda")
+"""
+
+
+DRAWS = """
+    import random
+
+    import torch
+
+    def f(x):
+        return x.sin()
+
+    def example_inputs():
+        print(random.random(), torch.rand(1))
         return torch.randn(3, device="cuda")
 """
 
@@ -224,6 +247,24 @@ class TestWhatIsSeen(CommandTests):
         status, _, err = self.run_command(f"{path}:unused")
         self.assertEqual(status, 2)
         self.assertIn("unused leaves nothing to compile", err)
+        status, _, err = self.run_command(f"{path}:without_graphs")
+        self.assertEqual(status, 2)
+        self.assertIn("asks for CUDA graphs. First: torch.compile", err)
+
+    def test_same_function_is_timed_without_graphs(self) -> None:
+        """With graphs off, no code asks for them: a step was compiled as a whole, or said to leave nothing."""
+        double = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return double(x).cos()
+
+        for fn, as_it_is in ((step, True), (lambda x: x.sin(), False)):
+            with simulated_gpu():
+                job = _Job((torch.randn(3, device="cuda"),), False, 4, True, Saved(()))
+                self.assertEqual(len(job.measure(fn).coverage.functions), 1)
+                with torch_overlay.config.patch(cudagraphs="off"):
+                    self.assertEqual(job.measure(fn, detail=False).coverage.functions, ())
+            self.assertEqual(job.runs[id(fn)] is fn, as_it_is)
 
     @form.slow
     def test_remedy_without_a_gpu_is_not_compared(self) -> None:
@@ -280,6 +321,11 @@ class TestWhatIsSeen(CommandTests):
         self.assertEqual(json.loads(done.stdout)["target"], script)
         for printed in ("loaded", "no newline", "the end"):
             self.assertIn(printed, done.stderr)
+
+    def test_each_process_draws_the_same_inputs(self) -> None:
+        path = self.script(DRAWS)
+        printed = {self.run_command(f"{path}:f", "--no-tries")[1].splitlines()[0] for _ in range(2)}
+        self.assertEqual(len(printed), 1, printed)
 
 
 @form.overlay_only
@@ -541,6 +587,94 @@ class TestTries(unittest.TestCase):
         self.assertIn("2.000 ms a step, 1.000 ms without graphs", str(found))
         with mock.patch.object(Diagnosis, "first", return_value="First: x."):
             self.assertTrue(str(found).endswith("First: x."))
+
+
+class TestResults(unittest.TestCase):
+    """Two functions that compute the same have equal results. Nothing is simulated: the functions run on the host."""
+
+    def setUp(self) -> None:
+        self.enterContext(mock.patch("torch.cuda.synchronize"))
+        self.enterContext(mock.patch("torch.cuda.get_device_name", return_value="none"))
+        self.enterContext(mock.patch.object(sys.modules[diagnose.__module__], "TIMED", 1))
+        self.enterContext(mock.patch.object(waits, "noted", lambda: contextlib.nullcontext({})))
+        self.addCleanup(torch._dynamo.reset)
+
+    def results(self, fn: Callable[..., Any], remedy: Callable[..., Any], *args: Any, backend: str = "eager") -> str:
+        first, second = torch.compile(fn, backend=backend), torch.compile(remedy, backend=backend)
+        return diagnose(first, *args, steps=4, tries=False, remedy=second).trials[-1].results
+
+    def test_arguments_that_are_written_to(self) -> None:
+        def step(x: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
+            with torch.no_grad():
+                model.bias.add_(x[0])
+            return x.add_(1) * model.bias
+
+        x, model = torch.zeros(3), torch.nn.Linear(2, 2)
+        before = model.bias.detach().clone()
+        self.assertEqual(self.results(step, lambda x, model: step(x, model), x[1:], model), "equal")
+        self.assertEqual((x.tolist(), model.bias.tolist()), ([0.0] * 3, before.tolist()))
+        self.assertEqual(self.results(step, lambda x, model: step(x, model) + 1, x[1:], model), "DIFFER")
+
+    def test_random_numbers_of_eager_and_of_compiled_code(self) -> None:
+        drop = torch.compiler.disable(lambda x: torch.nn.functional.dropout(x, 0.5))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return drop(x) + torch.nn.functional.dropout(x, 0.5)
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(x, 0.5) + torch.nn.functional.dropout(x, 0.5)
+
+        self.assertEqual(self.results(step, whole, torch.ones(64), backend="inductor"), "equal")
+
+    def test_number_that_becomes_a_tensor(self) -> None:
+        self.assertEqual(self.results(lambda x: x.sum().item(), lambda x: x.sum(), torch.ones(3)), "equal")
+        self.assertEqual(self.results(lambda x: x.sum().item(), lambda x: x.sum() + 1, torch.ones(3)), "DIFFER")
+
+    def test_program_that_differs_from_run_to_run_is_not_compared(self) -> None:
+        state = torch.zeros(1)
+        self.assertEqual(self.results(lambda x: state.add_(x), lambda x: state.add_(x), torch.ones(1)), VARY)
+        differs, equal = (Trial("", "", ONE_WAIT, ONE_WAIT, results=results) for results in ("DIFFER", "equal"))
+        for again, said in ((differs, VARY), (equal, "DIFFER")):
+            with (
+                mock.patch.object(trials, "_tried", side_effect=[differs, again]),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
+                (trial,) = trials.tried(Diagnosis("t", "gpu", False, 0.5, None, None, ()), "", [], True, "f")
+            self.assertEqual(trial.results, said)
+
+
+class TestWaits(unittest.TestCase):
+    def setUp(self) -> None:
+        def set_mode(mode: int) -> None:
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+
+        self.enterContext(mock.patch.object(torch._C, "_cuda_set_sync_debug_mode", set_mode, create=True))
+        self.enterContext(mock.patch("torch.cuda._lazy_call", lambda call: call()))
+
+    def wait(self, name: str = __name__, path: str = __file__) -> None:
+        """Wait, as a function of the module with this name and file."""
+        code = compile("def wait(): warn(text)", path, "exec")
+        scope = {"__name__": name, "warn": warnings.warn, "text": f"test {waits.TEXT}"}
+        exec(code, scope)
+        scope["wait"]()
+
+    def test_mode_says_nothing(self) -> None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with waits.noted():
+                pass
+        self.assertEqual(said, [])
+
+    def test_waits_of_captures_and_before_compiled_code_are_not_the_programs(self) -> None:
+        with waits.noted() as noted:
+            self.wait()
+            with mock.patch.object(coverage, "live", {object()}):
+                self.wait()
+                self.wait(f"{waits.CAPTURES}recording", sys.modules[coverage.__name__].__file__ or "")
+                self.wait("torch._inductor.runtime.benchmarking", f"{waits.TUNES}benchmarking.py")
+                with mock.patch.object(waits, "_is_compiling", lambda: True):
+                    self.wait()
+        self.assertEqual(noted.total(), 1, noted)
 
 
 class _Event:

@@ -37,7 +37,7 @@ import torch
 from torch_overlay._cli import program, trials
 from torch_overlay._cli.program import UsageError
 from torch_overlay._inductor.relaunch import coverage as counts
-from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, waits
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, fresh_start, waits
 from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of, logged, patched
 from torch_overlay.testing import observe, simulated_gpu
 
@@ -137,6 +137,7 @@ def run(path: str, function: str, arguments: list[str], options: argparse.Namesp
     output = ""
     around = simulated_gpu() if simulate else contextlib.nullcontext()
     with program.importable(path), around, patched(trial.get("options", {})):
+        fresh_start.seed()  # the same weights, inputs and losses in each process
         if function:
             fn, inputs = program.load(path, trial.get("function", function), function, options.remedy or "")
             found = diagnose(

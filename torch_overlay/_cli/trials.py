@@ -15,7 +15,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay.analysis.doctor import remedies
-from torch_overlay.analysis.doctor.diagnose import compared
+from torch_overlay.analysis.doctor.diagnose import compared, unless_they_vary
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Trial, Work
 
 
@@ -42,6 +42,7 @@ def tried(
         for number, (code, change, trial) in enumerate(what, 1):
             print(f"doctor: trying {change} ({number} of {len(what)})", file=sys.stderr, flush=True)
             made.append(_tried(found, output, command, (code, change), trial))
+        return unless_they_vary(made, lambda: _tried(found, output, command, ("", ""), {}).results)
     except KeyboardInterrupt:
         print(f"doctor: interrupted: {len(what) - len(made)} of {len(what)} remedies were not tried", file=sys.stderr)
     return made

@@ -13,7 +13,7 @@ import operator
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -22,8 +22,8 @@ import torch.utils._pytree as pytree
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.user_lines import is_in_torch
-from torch_overlay.analysis.doctor import eager, remedies, timeline, waits
-from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, Work
+from torch_overlay.analysis.doctor import eager, fresh_start, remedies, timeline, waits
+from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, VARY, Work
 from torch_overlay.analysis.doctor.timeline import Timeline
 from torch_overlay.testing import observe
 from torch_overlay.testing._simulate import active
@@ -54,12 +54,13 @@ def diagnose(
     asks for CUDA graphs, is compiled with them. Inside `simulated_gpu()` it is compiled for the simulated device.
 
     `steps` (at least 4) are run; half of them warm up. Switches that may help are tried in this process, each from a
-    fresh compilation, with the results compared; so is `remedy`, the function as the caller has changed it; and it is
-    timed without graphs. Raises ValueError for fewer steps, for a function of which compilation leaves nothing, and
-    what the function raises."""
+    fresh compilation, with the results compared, from the same seeds and arguments; so is `remedy`, the function as the
+    caller has changed it; and it is timed without graphs. What is written to arguments is undone. Raises ValueError for
+    fewer steps, for a function of which compilation leaves nothing, and what the function raises."""
     if steps < 4:
         raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
-    job = _Job(args, backward, steps, simulated=active() is not None)
+    simulated = active() is not None
+    job = _Job(args, backward, steps, simulated, fresh_start.Saved(() if simulated else args))
     first = job.measure(fn)
     trials: list[Trial] = []
     without = None
@@ -76,6 +77,10 @@ def diagnose(
     if remedy is not None:
         code = found.findings[0].code if found.findings else ""
         trials.append(job.tried(remedy, first, found, (code, name_of(remedy))))
+    trials = unless_they_vary(
+        trials, lambda: compared(first.results, job.measure(fn, detail=False).results, job.simulated)
+    )
+    job.saved.restore()
     found = dataclasses.replace(
         found,
         ms=first.ms,
@@ -120,6 +125,13 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
+def unless_they_vary(trials: list[Trial], again: Callable[[], str]) -> list[Trial]:
+    """Have no trial say that results differ if those of the unchanged program do, too, when it is run `again`."""
+    if not any(trial.results == DIFFER for trial in trials) or again() != DIFFER:
+        return trials
+    return [dataclasses.replace(t, results=VARY) if t.results == DIFFER else t for t in trials]
+
+
 def by_cost(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.cost, reverse=True)
 
@@ -142,6 +154,8 @@ class _Job:
     backward: bool
     steps: int
     simulated: bool
+    saved: fresh_start.Saved
+    runs: dict[int, Callable[..., Any]] = field(default_factory=dict)  # what is called for a function, by its id
 
     @property
     def counted(self) -> int:
@@ -160,10 +174,12 @@ class _Job:
     def measure(self, fn: Callable[..., Any], detail: bool = True) -> _Measured:
         """Compile anew, warm up, and count and time the steps after that."""
         torch._dynamo.reset()
-        found = _Measured()
+        found, is_known = _Measured(), id(fn) in self.runs
         with observe() as seen:
             run = self._compiled(fn)
-            torch.manual_seed(0)
+            self.saved.restore()
+            fresh_start.seed()
+            generators = fresh_start.generators()
             for _ in range(1 if self.simulated else self.steps // 2):
                 self.step(run)
             result: Any = None
@@ -172,7 +188,11 @@ class _Job:
                 for _ in range(self.counted):
                     result = self.step(run)
         found.coverage = dataclasses.replace(counts.coverage().since(before), eager=beside.outside())
-        if run is not fn and not counts.coverage().functions and not found.coverage.eager and not seen.graph_breaks:
+        is_empty = not (counts.coverage().functions or found.coverage.eager or seen.graph_breaks)
+        if is_empty and run is not fn and not is_known:  # one that is known may be measured without graphs
+            if self._calls_compiled_code(fn):
+                self.runs[id(fn)] = fn
+                return self.measure(fn, detail)
             raise ValueError(
                 f"{name_of(fn)} leaves nothing to compile: results that it doesn't return, or that nothing uses, are "
                 "not computed; return what it computes"
@@ -180,7 +200,8 @@ class _Job:
         lines = beside.waits
         if not self.simulated:
             torch.cuda.synchronize()
-            found.results = [t.detach().clone() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            found.results = values_of(result)
+            is_random = not all(map(torch.equal, generators, fresh_start.generators()))
             found.ms = _least_ms(lambda: self.step(run))
             found.guards_us = guards_us(lambda: self.step(run), found.ms) if detail else None
             found.timeline = timeline.take(lambda: self.step(run)) if detail else Timeline()
@@ -188,18 +209,39 @@ class _Job:
                 self.step(run)
             torch.cuda.synchronize()
             lines |= Counter({line: count * self.counted for line, count in noted.items()})
+            if is_random:
+                found.results = self._with_numbers_of_eager(run)
         found.findings = findings_of(found.coverage, seen, self.counted, lines, found.timeline.of(beside))
         return found
 
+    def _with_numbers_of_eager(self, run: Callable[..., Any]) -> list[torch.Tensor]:
+        """Return the results with eager's random numbers: Inductor's depend on what is compiled together."""
+        torch._dynamo.reset()
+        self.saved.restore()
+        fresh_start.seed()
+        result: Any = None
+        with torch._inductor.config.patch(fallback_random=True):
+            for _ in range(self.steps):
+                result = self.step(run)
+        return values_of(result)
+
     def _compiled(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as it is, if it is compiled or calls code that asks for CUDA graphs; else compiled."""
-        if hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule):
-            return fn
-        self.step(fn)
-        if counts.live:
-            return fn
+        if id(fn) not in self.runs:
+            self.step(fn)
+            is_compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
+            if is_compiled or counts.live:
+                self.runs[id(fn)] = fn
+            else:
+                torch._dynamo.reset()
+                self.runs[id(fn)] = torch.compile(fn, mode="reduce-overhead")
+        return self.runs[id(fn)]
+
+    def _calls_compiled_code(self, fn: Callable[..., Any]) -> bool:
         torch._dynamo.reset()
-        return torch.compile(fn, mode="reduce-overhead")
+        with observe() as seen:
+            self.step(fn)
+        return bool(seen.frames)
 
     def tried(self, fn: Callable[..., Any], first: _Measured, found: Diagnosis, what: tuple[str, str]) -> Trial:
         """Try a remedy: the code of its cause and the change are `what`."""
@@ -309,10 +351,21 @@ def compared(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], simu
     if not (first or second):
         return "not compared (there are none)"
     are_equal = len(first) == len(second) and all(
-        a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=1e-2, atol=1e-3, equal_nan=True)
+        a.shape == b.shape and torch.allclose(*_alike(a, b), rtol=1e-2, atol=1e-3, equal_nan=True)
         for a, b in zip(first, second)
     )
     return EQUAL if are_equal else DIFFER
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(a.device, dtype)
+
+
+def values_of(result: Any) -> list[torch.Tensor]:
+    """Return copies of the tensors in a result. A number is one, too: `.item()` may be what a remedy removes."""
+    leaves = [torch.tensor(v) if isinstance(v, (int, float, complex)) else v for v in pytree.tree_leaves(result)]
+    return [t.detach().clone() for t in leaves if isinstance(t, torch.Tensor)]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 EQUAL, DIFFER = "equal", "DIFFER"
+VARY = "not compared (those of the unchanged program differ from run to run)"
 _OPTION = re.compile(r"([\w.]+) = ")  # in the text of a change
 
 
