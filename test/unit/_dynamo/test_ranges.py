@@ -151,5 +151,5 @@ class TestRangeTracing(torch._dynamo.test_case.TestCase):
             with side, torch.cuda.nvtx.range(x):
                 return x + 1
 
-        with self.assertRaisesRegex(Unsupported, "torch_overlay.config.nvtx = False"):
+        with self.assertRaisesRegex(Unsupported, f"{config.__name__}.nvtx = False"):
             self.traced(f)

@@ -8,6 +8,7 @@ import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from torch_overlay import config
 from torch_overlay._inductor.relaunch import any_size_graphs as module, refusals
 from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.call_keys import CallKeys
@@ -244,7 +245,7 @@ class TestNoGraph(AnySizeTestCase):
             (self.runner, "plan", Plan(opaque=True), "it returns memory"),
             (self.runner, "plan", Plan(watch=True), "it returns memory"),
             (self.runner.keys, "seeds", frozenset([1]), "tensors in host memory"),
-            (self.runner.states.sizes, "bound", 0, "torch_overlay.config.cudagraph_executables is 0"),
+            (self.runner.states.sizes, "bound", 0, f"{config.__name__}.cudagraph_executables is 0"),
             (self.runner, "states", floats, "no integer"),
         ):
             with mock.patch.object(owner, name, value):
