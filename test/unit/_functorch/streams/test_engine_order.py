@@ -84,7 +84,7 @@ class TestEngineStreams(JointCase):
         end = self.forward(second, other)
         gradient = self.backward(self.tangent(), of=first)
         self.finish([end, unused], [(gradient, self.x)])
-        self.assertEqual(self.streams(), {first.name: 1, second.name: 2, end.name: 0})
+        self.assertEqual(self.streams(), {first.name: 1, second.name: 2, end.name: 0, gradient.name: 0})
 
     def test_results_without_a_gradient(self):
         first = self.forward(self.x, stream=1)
@@ -102,7 +102,7 @@ class TestEngineStreams(JointCase):
         first = self.forward(self.x, y, stream=1)
         gradient = self.backward(self.tangent(), of=first)
         self.finish([first], [(gradient, self.x)])
-        found = {first.name: 1, self.x.name: 1}
+        found = {first.name: 1, self.x.name: 1, gradient.name: 0}
         self.assertEqual(self.streams(self.x, y), found)
 
     def test_operations_of_the_backward(self):
@@ -110,7 +110,7 @@ class TestEngineStreams(JointCase):
         gradient = self.backward(self.tangent(), of=first)
         place_on(gradient, 2)
         self.finish([first], [(gradient, self.x)])
-        self.assertEqual(self.streams(), {first.name: 1})
+        self.assertEqual(self.streams(), {first.name: 1, gradient.name: 2})
 
 
 class TestOrder(JointCase):

@@ -91,19 +91,6 @@ class TestPlacedBackwards(TestCase):
         _, backward = self.parts(f, *leaves((4, 4), (4, 4)))
         self.assertEqual(self.placed(backward, aten.add.Tensor), [SIDE])
 
-    def test_what_is_computed_again(self):
-        def f(x):
-            with on(SIDE):
-                y = (x * 2).sin()
-            return y.cos()
-
-        forward, backward = self.parts(f, *leaves(4))
-        self.assertEqual(self.placed(forward, aten.sin.default), [SIDE])
-        again, _ = sines = backward.find_nodes(op="call_function", target=aten.sin.default)
-        self.assertEqual([node_stream(n) for n in sines], [0, 0])
-        # In the forward it was after the caller's stream, and the caller's after it.
-        self.assertEqual((fact_of(again).after, fact_of(again).before), ((), ()))
-
     def test_equal_operations_on_two_streams(self):
         def f(x, u, v):
             with on(SIDE):
@@ -146,16 +133,3 @@ class TestPlacedBackwards(TestCase):
         left = (Leave(SIDE, (CALLER,)), Leave(0, (state(SIDE),)))
         for value in backward.find_nodes(op="placeholder"):
             self.assertEqual(fact_of(value).leave, left)
-
-    def test_update_through_a_view(self):
-        """It makes two autograd nodes, of which one has no operation."""
-
-        def f(x):
-            y = x * 1
-            with on(SIDE):
-                y[0].mul_(3)
-            return y
-
-        _, backward = self.parts(f, *leaves(4))
-        placed = [node_stream(n) for n in backward.nodes if n.op == "call_function"]
-        self.assertEqual(placed, [SIDE] * (len(placed) - 1) + [0])
