@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 import torch._dynamo.guards
 import torch._dynamo.utils
-from torch._dynamo._streams import objects
+
+from torch_overlay._dynamo import objects
 
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A driver in C that notes which nodes of executable graphs are set, and kernel nodes for it.
 
-    module, library = cuda_driver_stand_in.build_module(DRIVER, folder)
+    module, library = driver_stand_in.build_module(DRIVER, folder)
 
 The tests of the pull requests that set nodes in C share it.
 """

@@ -1,7 +1,8 @@
 """`--each-hook`: the patched form runs few tests, which together reach every hook of the patch series.
 
 Both forms run the same text, so what the patched form has to show is that each hook is in its place. The first test of
-each class runs, and what carries `@pytest.mark.each_hook`. A hook that none of them calls is an error.
+each class runs, but for `test/unit`, and what carries `@pytest.mark.each_hook`. A hook that none of them calls is an
+error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import form
 
 _FILE = re.compile(r"^\+\+\+ b/(\S+)$", re.MULTILINE)
 _HOOK = re.compile(r'^\+ *@wrapped_by\("([^"]+)"\)$', re.MULTILINE)
+
+UNIT = form.ROOT / "test" / "unit"
 
 reached: set[str] = set()
 
@@ -52,7 +55,7 @@ class Plugin:
         for item in items:
             group = item.parent
             always = item.get_closest_marker("each_hook")
-            is_skipped = item.get_closest_marker("gpu") or item.get_closest_marker("skip")
+            is_skipped = item.get_closest_marker("gpu") or item.get_closest_marker("skip") or UNIT in item.path.parents
             (kept if always or not (group in seen or is_skipped) else left).append(item)
             if not is_skipped:
                 seen.add(group)

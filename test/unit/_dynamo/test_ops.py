@@ -1,0 +1,114 @@
+"""`_dynamo.ops`: what the operators on streams do, and to which object."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_utils import TestCase
+
+import form  # noqa: F401
+from torch_overlay._dynamo import objects, ops
+from torch_overlay._functorch.streams.fx import is_stream_operator
+
+
+class Work:
+    """Stands for an event, which happens when `done` says so."""
+
+    def __init__(self, done=False, at=0.0):
+        self.done, self.at = done, at
+
+    def query(self):
+        return self.done
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class TestStreamOperators(TestCase):
+    def setUp(self):
+        super().setUp()
+        stream = SimpleNamespace(cuda_stream=1 << 47, stream_id=7)
+        self.early, self.late = Work(True, 1.5), Work(False, 4.75)
+        self.addCleanup(objects.enter(stream, self.early, self.late, stream, "s"))
+
+    def test_answers_of_the_call(self):
+        for value, want, dtype in (
+            (ops.query_event(1), 1, torch.int64),
+            (ops.query_event(2), 0, torch.int64),
+            (ops.query_stream(2), 0, torch.int64),
+            (ops.elapsed_time(1, 2), 3.25, torch.float64),
+            (ops.stream_handle(0), 1 << 47, torch.int64),
+            (ops.stream_id(0), 7, torch.int64),
+            (ops.same_stream(0, 3), 1, torch.int64),
+            (ops.same_stream(0, 4), 0, torch.int64),
+        ):
+            self.assertEqual(value, torch.tensor(want, dtype=dtype))
+
+    def test_each_call_asks_again(self):
+        def ask():
+            return ops.query_event(2)
+
+        with FakeTensorMode():
+            gm = make_fx(ask)()
+        self.assertEqual(gm().item(), 0)
+        self.late.done = True
+        self.assertEqual(gm().item(), 1)
+        leave = objects.enter(None, None, Work())
+        self.assertEqual(gm().item(), 0)
+        leave()
+
+    def test_tracing_asks_nothing(self):
+        objects.enter()()
+        with FakeTensorMode():
+            for op in (ops.query_event, ops.stream_handle):
+                self.assertEqual(op(0).dtype, torch.int64)
+            time = ops.elapsed_time(0, 1)
+        self.assertEqual((time.dtype, time.shape), (torch.float64, ()))
+        self.assertEqual(time.device.type, "cpu")
+
+    def test_outside_of_a_call(self):
+        objects.install(None)
+        with self.assertRaisesRegex(RuntimeError, "outside the call"):
+            ops.query_event(1)
+
+    def test_capture_from_either_stream(self):
+        captured = {"a"}
+        current = []
+
+        @contextlib.contextmanager
+        def stream(name):
+            current.append(name)
+            yield
+            current.pop()
+
+        leave = objects.enter("a", "b", "c")
+        with (
+            mock.patch.object(torch.cuda, "stream", stream),
+            mock.patch.object(
+                torch.cuda,
+                "is_current_stream_capturing",
+                lambda: current[-1] in captured,
+            ),
+        ):
+            found = [ops.is_capturing(*pair).item() for pair in ((0, 1), (1, 0), (1, 2))]
+        leave()
+        self.assertEqual(found, [1, 1, 0])
+
+    def test_passes_keep_them_all(self):
+        graph = Graph()
+        asked = [graph.call_function(ops.query_event, (1,)) for _ in range(2)]
+        graph.call_function(ops.elapsed_time, (1, 2))
+        graph.output(asked[0])
+        graph.eliminate_dead_code()
+        count = len(graph.find_nodes(op="call_function", target=ops.query_event))
+        self.assertEqual(count, 2)
+        self.assertEqual(len(fx_graph_cse(graph).nodes), 4)
+
+    def test_they_belong_to_the_stream_program(self):
+        for op in (ops.query_stream, ops.same_stream, ops.is_capturing):
+            self.assertTrue(is_stream_operator(op))

@@ -1,0 +1,190 @@
+"""`csrc/numbers.c`: computes as Python does, and refuses programs that make no sense."""
+
+import math
+import random
+import struct
+import tempfile
+import unittest
+
+from torch.testing._internal.common_utils import TestCase
+from torch.utils._triton import has_triton_package
+
+import driver_stand_in
+import form  # noqa: F401
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, OPERATIONS, pack, TYPES, Unfit
+from torch_overlay._inductor.relaunch.numbers.program import CODES, LETTERS, Program, Result
+
+
+# run(program, types, inputs): the words of the results, or None if the numbers are
+# unfit. The results after those that have a type are integers.
+PART = """
+#include "driver_api.h"
+#include "module.h"
+#include "numbers.h"
+
+static PyObject *run(PyObject *module, PyObject *args) {
+  PyObject *numbers, *types, *inputs, *result = NULL;
+  Program program;
+  Word word[8];
+  uint64_t value[8];
+  int code = -1;
+  if (!PyArg_ParseTuple(args, "OO!O!", &numbers, &PyTuple_Type, &types, &PyList_Type,
+                        &inputs))
+    return NULL;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); i++)
+    word[i].type = (int)PyLong_AsLong(PyTuple_GET_ITEM(types, i));
+  if (!program_init(&program, numbers)) {
+    if (program.least > PyList_GET_SIZE(inputs) || program.results > 8)
+      PyErr_SetString(PyExc_IndexError, "too few inputs, or too many results");
+    else
+      code = program_run(&program, inputs, word, PyTuple_GET_SIZE(types), value);
+    if (code == 1)
+      result = PyBytes_FromStringAndSize((char *)value, 8 * program.results);
+    else if (!code)
+      result = Py_NewRef(Py_None);
+  }
+  program_clear(&program);
+  return result;
+}
+static PyObject *size(PyObject *module, PyObject *type) {
+  return PyLong_FromSize_t(size_of_word((int)PyLong_AsLong(type)));
+}
+static PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS}, {"size", size, METH_O}, {NULL}};
+PART(.module = "numbers_test", .methods = methods)
+"""
+N, M, X = ("input", 0, int), ("input", 1, int), ("input", 2, float)
+OF_FLOATS = ("fadd", "fsub", "fmul", "fdiv", "fneg")
+EDGES = (0, 1, -1, 7, 2**31 - 1, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
+FLOATS = (0.0, -0.0, 0.5, -3.5, 1e300, -1e-300, math.inf)
+
+
+def fields(program):
+    return program.inputs, program.constants, program.code, program.results
+
+
+def draw(rng, kind, depth=4):
+    """An expression of this type."""
+    if not depth or rng.random() < 0.15:
+        value = rng.choice(FLOATS) if kind is float else rng.choice((*EDGES, 3, -5))
+        return rng.choice((constant(value), *((X,) if kind is float else (N, M))))
+    if kind is float and rng.random() < 0.3:
+        return "float", draw(rng, int, depth - 1)
+    names = [name for name in OPERATIONS if (name in OF_FLOATS) == (kind is float)]
+    name = rng.choice([name for name in names if name != "float"])
+    count = 1 if name in ("neg", "fneg", "positive", "nonzero", "zero") else 2
+    return name, *[draw(rng, kind, depth - 1) for _ in range(count)]
+
+
+@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+class TestProgram(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        module, _ = driver_stand_in.build_module("", folder, part=PART)
+        cls.c = module.numbers_test
+
+    def run_program(self, expressions, letters, *inputs):
+        types = tuple(LETTERS.index(letter) for letter in letters)
+        return self.c.run(fields(Program.of(expressions)), types, list(inputs))
+
+    def check(self, expressions, letters, *inputs):
+        """C and Python agree. Return what C has made."""
+        made = self.run_program(expressions, letters, *inputs)
+        try:
+            values = [evaluate(expression, inputs) for expression in expressions]
+            want = [pack(*pair) for pair in zip(letters, values)]
+        except Unfit:
+            self.assertIsNone(made)
+            return None
+        self.assertIsNotNone(made)
+        for i, (word, value) in enumerate(zip(want, values)):
+            got, word = made[8 * i :][:8], word.ljust(8, b"\0")
+            if value == value:
+                self.assertEqual(got, word)
+            else:  # NaNs differ in their sign
+                self.assertTrue(math.isnan(struct.unpack("<d", got)[0]))
+        return made
+
+    def test_drawn_expressions(self):
+        rng, fit = random.Random(0), 0
+        for _ in range(600):
+            kinds = [rng.choice((int, float)) for _ in range(rng.randrange(1, 4))]
+            expressions = [draw(rng, kind) for kind in kinds]
+            letters = ["d" if kind is float else "l" for kind in kinds]
+            for numbers in (EDGES, range(-9, 9)):
+                n, m = rng.choice(numbers), rng.choice(numbers)
+                made = self.check(expressions, letters, n, m, rng.choice(FLOATS))
+                fit += made is not None
+        self.assertTrue(300 < fit < 900, fit)
+
+    def test_each_operation(self):
+        for name in OPERATIONS:
+            count = 1 if name in ("neg", "fneg", "float") else 2
+            operands = [X, X] if name in OF_FLOATS else [N, M]
+            letter = "d" if name in ("float", *OF_FLOATS) else "l"
+            if name in ("positive", "nonzero", "zero"):
+                count = 1
+            for n in (-7, -1, 0, 1, 7, 2**63 - 1):
+                for m in (-3, -1, 0, 1, 3, -(2**63)):
+                    self.check([(name, *operands[:count])], letter, n, m, n / 4)
+        self.assertEqual(list(CODES), list(OPERATIONS))
+
+    def test_types_of_parameters(self):
+        sizes = [len(pack(letter, 1)) for letter in LETTERS]
+        self.assertEqual([self.c.size(i) for i in range(len(LETTERS))], sizes)
+        self.assertEqual([self.c.size(i) for i in (-1, len(LETTERS))], [0, 0])
+        fit = 0
+        for letter in TYPES:
+            for value in (0, -1, 127, 128, 255, 256, *EDGES):
+                fit += self.check([N], letter, value, 0, 0.0) is not None
+            self.check([X], letter, 0, 0, 2.5)  # a float in a parameter of integers
+        self.assertTrue(60 < fit < 130, fit)
+
+    def test_inputs_of_another_type(self):
+        for n, x in ((True, 0.5), (2.0, 0.5), (2, 1), (2**63, 0.5), (None, 0.5)):
+            self.assertIsNone(self.run_program([N, X], "ld", n, 0, x))
+
+    def test_results_without_a_type(self):
+        made = self.run_program([N, ("mul", N, M)], "i", 5, -7, 0.0)
+        self.assertEqual(struct.unpack("<2q", made), (5, -35))
+
+    def test_many_registers(self):
+        expression = N
+        for i in range(200):
+            expression = "add", expression, constant(1000 + i)
+        self.check([expression], "l", 1, 0, 0.0)
+
+    def test_program(self):
+        total = "add", N, constant(3)
+        program = Program.of([total, ("mul", total, total), X])
+        inputs, constants, code, results = fields(program)
+        self.assertEqual((inputs, constants), (((0, 0), (2, 1)), ((0, 3),)))
+        self.assertEqual(code, ((CODES["add"], 0, 2), (CODES["mul"], 3, 3)))
+        self.assertEqual(results, (3, 4, 1))
+
+    def test_programs_that_make_no_sense(self):
+        add, fadd = CODES["add"], CODES["fadd"]
+        number = (0, 0)
+        for error, text, program in (
+            (TypeError, "the numbers must be a tuple", None),
+            (TypeError, "numbers are", ((), ())),
+            (TypeError, "number 0 must be a tuple", ((5,), (), (), ())),
+            (ValueError, "a number at a position that no list has", (((-1, 0),), (), (), ())),
+            (TypeError, "constant 0 must be a tuple", ((), (5,), (), ())),
+            (OverflowError, "", ((), ((0, 2**64),), (), ())),
+            (TypeError, "step 0 must be a tuple", ((number,), (), (add,), ())),
+            (ValueError, "isn't there", ((number,), (), ((len(CODES), 0, 0),), ())),
+            (ValueError, "isn't there", ((number,), (), ((add, 0, 1),), ())),
+            (ValueError, "another type", ((number,), (), ((fadd, 0, 0),), ())),
+            (ValueError, "nothing computes", ((number,), (), (), (1,))),
+        ):
+            with self.assertRaisesRegex(error, text):
+                self.c.run(program, (), [1])
+
+    def test_result_is_no_number(self):
+        self.assertEqual(Result(3), Result(3))
+        self.assertNotEqual(Result(3), 3)
+        self.assertEqual(repr(Result(3)), "Result(3)")
+        self.assertEqual(len({Result(3), Result(3), 3}), 2)

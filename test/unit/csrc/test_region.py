@@ -1,0 +1,225 @@
+"""`csrc/region.c`: order of a region's streams, in calls that overlap or fail."""
+
+import ctypes
+import gc
+import sys
+import tempfile
+import types
+import unittest
+import weakref
+
+from torch.testing._internal.common_utils import TestCase
+from torch.utils._triton import has_triton_package
+
+import driver_stand_in
+import form  # noqa: F401
+from stream_stand_in import DRIVER
+
+
+class Stream:
+    def __init__(self, handle):
+        self.cuda_stream = handle
+
+
+class Other(Stream):
+    """What has to be resolved first."""
+
+
+FORK = {
+    "indices": (-1, 1, 2),
+    "events": 3,
+    "entry": (
+        ("record_entry", 0, 1),
+        ("record", 1, 0),
+        ("wait_entry", 0, 0),
+        ("wait", 1, 1),
+        ("wait", 1, 2),
+    ),
+    "exit": (("record", 2, 1), ("wait", 2, 0), ("wait_exit", 2, 2)),
+}
+FORKED = "record1@11 record2@9 wait1@9 wait2@11 wait2@12"
+JOINED = "record3@11 wait3@9 wait3@12"
+CREATED = "create1 create2 create3 "
+
+
+@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+class TestRegion(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        module, cls.driver = driver_stand_in.build_module(DRIVER, folder)
+        cls.driver.noted_calls.restype = ctypes.c_char_p
+        cls.Region = module.events.Region
+
+    def setUp(self):
+        super().setUp()
+        self.driver.reset()
+        self.one = Stream(11)
+        self.thread = types.SimpleNamespace(objects=(None, self.one, Stream(12)))
+        self.aliased = []
+
+    def region(self, indices, events, entry=(), exit=(), results=(), **options):
+        def resolve(found):
+            return Stream(found.cuda_stream) if isinstance(found, Other) else found
+
+        options = {"distinct": (), "idle_streams": None, **options}
+        return self.Region(
+            device=0,
+            indices=indices,
+            events=events,
+            entry=entry,
+            exit=exit,
+            results=results,
+            thread=self.thread,
+            stream_type=Stream,
+            current_raw=lambda device: 9,
+            current=lambda device: Stream(9),
+            resolve=resolve,
+            aliased=self.aliased.append,
+            **options,
+        )
+
+    def calls(self):
+        return self.driver.noted_calls().decode().strip()
+
+    def test_entry_and_exit(self):
+        names = ("raw", 0), ("stream", 1), ("event", 2), ("object", 3), ("stream", 0)
+        region, event = self.region(**FORK, results=names), object()
+        self.thread.objects += (event,)
+        frame, raw, stream, mine, found, caller = region.enter()
+        self.assertEqual((raw, caller.cuda_stream), (9, 9))
+        self.assertIs(stream, self.one)
+        self.assertIs(found, event)
+        self.assertEqual(self.calls(), CREATED + FORKED)
+        mine.record(11)
+        self.assertEqual(self.calls(), "record3@11")
+        self.assertIsNone(frame.leave())
+        self.assertEqual(self.calls(), JOINED)
+
+    def test_calls_that_overlap(self):
+        region = self.region(**FORK)
+        (first,), (second,) = region.enter(), region.enter()
+        self.calls()
+        second.leave()
+        first.leave()
+        self.assertEqual(self.calls().split()[:2], ["record6@11", "wait6@9"])
+        (third,) = region.enter()
+        self.assertIs(third, first)
+        with self.assertRaisesRegex(RuntimeError, "left already"):
+            second.leave()
+
+    def test_capture_of_the_callers(self):
+        region = self.region(**FORK)
+        self.driver.set_capturing(9, 1)
+        (frame,) = region.enter()
+        wanted = "record1@11 record2@9 wait2@11 wait2@12"
+        self.assertEqual(self.calls(), CREATED + wanted)
+        frame.leave()  # stream 12 becomes part of the capture, and is joined
+        joined = "create4 record4@12 wait4@9 destroy4"
+        self.assertEqual(self.calls(), f"{JOINED} {joined}")
+
+    def test_stream_that_holds_nothing(self):
+        entry = ("record_busy", 0, 0), ("wait", 0, 1)
+        region = self.region((-1, 1), 1, entry=entry, results=(("event", 0),))
+        recorded = "record1@9 wait1@11"
+        for idle, capturing, wanted in (
+            (0, 0, f"create1 query@9 {recorded} wait1@12"),
+            (1, 0, "query@9"),
+            (1, 1, f"{recorded} wait1@12"),
+        ):
+            self.driver.set_idle(idle)
+            self.driver.set_capturing(9, capturing)
+            frame, event = region.enter()
+            event.wait(12)
+            frame.leave()
+            self.assertEqual(self.calls(), wanted)
+        self.driver.set_capturing(9, 0)
+        frame, event = region.enter()
+        event.record(11)  # and what the entry left out is no longer true of it
+        event.wait(12)
+        self.assertEqual(self.calls(), "query@9 record1@11 wait1@12")
+
+    def test_idle_streams(self):
+        """All are asked, and none that is captured."""
+        names = ("multi_stream", 0), ("raw", 0), ("raw", 1), ("stream", 1)
+        region = self.region(**FORK, results=names, idle_streams=(1, 2))
+        for idle, capturing, entry, exit in (
+            (0, 0, f"{CREATED}query@9 {FORKED}", None),
+            (1, 0, "query@9 query@11 query@12", "record1@9 wait1@11 wait1@12"),
+            (1, 9, FORKED.replace(" wait1@9", ""), None),
+        ):
+            self.driver.set_idle(idle)
+            self.driver.set_capturing(capturing, 1)
+            frame, multi_stream, caller, raw, stream = region.enter()
+            self.assertEqual(self.calls(), entry)
+            self.assertEqual((multi_stream, caller), (exit is None, 9))
+            self.assertEqual(raw, 9 if exit else 11)
+            self.assertIs(stream, None if exit else self.one)
+            self.driver.set_capturing(capturing, 0)
+            frame.leave()
+            self.assertTrue(self.calls().startswith(exit or "record3@11 wait3@9"))
+
+    def test_streams_that_turn_out_to_be_one(self):
+        region = self.region(**FORK, distinct=(0, 1, 2))
+        region.enter()[0].leave()
+        self.assertEqual(self.aliased, [])
+        self.thread.objects = (None, self.one, Other(11))
+        (frame,) = region.enter()
+        self.assertEqual(self.aliased, [True])
+        frame.leave()
+        self.assertEqual(self.aliased, [True, False])
+
+    def test_errors_of_a_call(self):
+        region, objects = self.region(**FORK), self.thread.objects
+        for changed, text in (
+            (None, "outside the call of the graph"),
+            (objects[:2], "stream object 2 isn't in the table"),
+        ):
+            self.thread.objects = changed
+            with self.assertRaisesRegex(RuntimeError, text):
+                region.enter()
+        self.thread.objects = objects
+        self.driver.set_failing(700)
+        with self.assertRaisesRegex(RuntimeError, r"events: stand-in \(700\)"):
+            region.enter()
+        self.driver.set_failing(0)
+        (frame,) = region.enter()  # the next call works
+        frame.leave()
+
+    def test_errors_of_a_definition(self):
+        record = ("record", 0, 0)
+        for error, text, options in (
+            (ValueError, "event or a stream that", {"entry": (("record", 1, 0),)}),
+            (ValueError, "kind 'forget'", {"entry": (("forget", 0, 0),)}),
+            (ValueError, "a result names", {"results": (("raw", 1),)}),
+            (ValueError, "distinct names", {"distinct": (1,)}),
+            (ValueError, "idle_streams names", {"idle_streams": (2,)}),
+            (ValueError, "a negative number", {"events": -1}),
+            (ValueError, "need an event", {"events": 0, "idle_streams": ()}),
+            (TypeError, "tuple or None", {"idle_streams": [1]}),
+            (TypeError, "operation 1 must be a tuple", {"entry": (record, 5)}),
+            (TypeError, r"\(kind, event, stream\)", {"exit": (record[:2],)}),
+            (TypeError, "result 0 must be a tuple", {"results": ("raw",)}),
+            (TypeError, r"\(kind, number\)", {"results": (("raw", 0, 0),)}),
+        ):
+            with self.assertRaisesRegex(error, text):
+                self.region(**{"indices": (-1,), "events": 1, **options})
+
+    def test_nothing_is_kept_alive(self):
+        """Neither streams after the call, nor events after the region."""
+        names = ("raw", 0), ("stream", 1), ("event", 2), ("stream", 0)
+        region, watched = self.region(**FORK, results=names), weakref.ref(self.one)
+
+        def counts(region):
+            for _ in range(500):
+                region.enter()[0].leave()
+            return sys.getrefcount(self.one), sys.getrefcount(region)
+
+        self.assertEqual(counts(region), counts(region))
+        self.one = self.thread.objects = None
+        self.assertIsNone(watched())
+        self.calls()
+        del region
+        gc.collect()
+        self.assertEqual(sorted(self.calls().split()), [f"destroy{i}" for i in (1, 2, 3)])
