@@ -49,7 +49,7 @@ def on_a_side_stream(work: Any, joins: bool) -> Any:
     def fn(x: torch.Tensor) -> torch.Tensor:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            found = work(x) + 1
+            found = work(x)
         if joins:
             torch.cuda.current_stream().wait_stream(side)
         return found
@@ -104,19 +104,9 @@ class TestCheck(TestCase):
             y[0] = 1
             return y[1:]
 
-        side = torch.cuda.Stream()
         for work in (scalar, in_part):
             for joins in (True, False):
-
-                def fn(x: torch.Tensor) -> torch.Tensor:
-                    side.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(side):
-                        found = work(x)
-                    if joins:
-                        torch.cuda.current_stream().wait_stream(side)
-                    return found
-
-                report = check(fn, inputs()[0])
+                report = check(on_a_side_stream(work, joins), inputs()[0])
                 self.assertTrue(report.ok, str(report))
                 promised = "after call 1, default stream may overwrite output 0" in map(str, report.boundary)
                 self.assertEqual(promised, joins)
