@@ -160,6 +160,23 @@ class TestGraphs(TestCase):
                         lines = {line for f in functions for kind, line in f.rewrites}
                         self.assertTrue(lines and all("test_relaunch_rewrites.py" in line for line in lines), lines)
 
+    def test_numbers_that_change_after_another_function_had_streams(self):
+        """The host reads a number of its own memory, and waits for no stream."""
+        with simulated_gpu():
+            x, side = torch.randn(64, 64, device="cuda"), torch.cuda.Stream()
+
+            @torch.compile
+            def placed(x):
+                with torch.cuda.stream(side):
+                    return x * 2
+
+            placed(x)
+            compiled = torch.compile(lambda x, t: (x @ x) * t, mode="reduce-overhead")
+            for value in (0.5, 0.75, 1.25):
+                compiled(x, value)
+            function = coverage().functions[-1]
+            self.assertEqual((function.outside, len(function.rewrites)), ((), 1))
+
     def test_numbers_of_which_the_host_reads_something_are_left(self):
         def result(x, t):
             return (x @ x) * (t * 2), t * 2

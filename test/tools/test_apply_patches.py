@@ -19,7 +19,6 @@ from unittest import mock
 import patch_faults
 
 import apply_patches
-import export_patches
 import form
 import run_patched
 import series
@@ -116,6 +115,8 @@ class TestApplyPatches(unittest.TestCase):
         self.succeeds(self.root)
         ours = snapshot(self.root)
         self.succeeds("--reverse", self.root)
+        import export_patches  # needs the overlay's table of seams
+
         full = Path(self.enterContext(tempfile.TemporaryDirectory()))
         with contextlib.redirect_stdout(io.StringIO()):
             self.assertEqual(export_patches.main(["--full", "--out", str(full)]), 0)

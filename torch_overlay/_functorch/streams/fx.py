@@ -149,12 +149,13 @@ def updates_operands(target: Any) -> bool:
 
 
 def blocks_host(node: Node) -> bool:
-    """True if the host returns from the launch only when the work is done: `.item()`, and copies between host and
-    device that aren't marked `non_blocking`.
+    """True if the host returns from the launch only when the work is done: `.item()` of the device's memory, and
+    copies between host and device that aren't marked `non_blocking`.
     """
     target, args = node.target, node.args
     if target is _aten._local_scalar_dense.default:
-        return True
+        read = args[0].meta.get("val") if isinstance(args[0], torch.fx.Node) else None
+        return not (isinstance(read, torch.Tensor) and read.device.type == "cpu")
     if target is _aten._to_copy.default:
         source, waits = args[0], not node.kwargs.get("non_blocking")
     elif target is _DEVICE_PUT:

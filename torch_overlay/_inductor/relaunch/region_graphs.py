@@ -11,6 +11,7 @@ import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._dynamo.utils import counters
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
@@ -94,6 +95,8 @@ class RegionGraphs:
         def clone(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if id(tensor) in shared else alignment.clone_flat(tensor)
 
+        counts = counters["torch_overlay"]
+        launched = counts["cudagraph_relaunches"]
         try:
             Verified(made, self.region.plain, self.code, clone).check(work.inputs)
         except VerifyError as error:
@@ -104,6 +107,8 @@ class RegionGraphs:
             raise NoGraph("out-of-memory", str(error), None, is_final=False) from error
         except Exception as error:  # the call's own launch raises it, too, which `runner` handles
             refusals.log.info("%s could not be compared: %s", self.code.name, error)
+        finally:
+            counts["cudagraph_relaunches"] = launched  # a launch for no call
 
     def add(self, key: Any, made: Relaunch, nodes: int) -> State:
         """Keep a graph that serves calls whose own keys have no state."""
