@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 COMPILED = ("default", "reduce-overhead")
 
 # Where stock PyTorch fails, without streams, too, if a tensor and its view are given to a graph after a graph break,
-# and updated there: it needs gradients; another view is returned.
-REFUSED = ("aot_autograd() does not yet handle", "incorrect out shape after application of ViewMeta sequence")
+# and updated there: it needs gradients; another view is returned. And where the view is one of real numbers as complex
+# ones (Dynamo makes it again of the whole tensor).
+REFUSED = (
+    "aot_autograd() does not yet handle",
+    "incorrect out shape after application of ViewMeta sequence",
+    "Tensor must have a last dimension of size 2",
+)
 
 
 @dataclass(frozen=True)
