@@ -70,6 +70,7 @@ class TestStreamState(torch._dynamo.test_case.TestCase):
 
         self.enterContext(accelerator(current, lambda: self.device))
         self.enterContext(tracing(TracingContext(FakeTensorMode())))
+        self.enterContext(mock.patch.object(fx_traceback, "current_meta", {}))  # a frame's end would restore it
         self.addCleanup(numbering.reset_user_object_tracking)
         self.tx, self.state = Translator(), state.StreamState()
 
@@ -156,9 +157,7 @@ class TestStreamState(torch._dynamo.test_case.TestCase):
         first, second = self.stream(1), self.stream(2)
         for before in (None, {"other": 1}):
             self.tx, self.state = Translator(), state.StreamState()
-            with mock.patch.dict(fx_traceback.current_meta, clear=True):
-                if before is not None:
-                    fx_traceback.current_meta["custom"] = before
+            with mock.patch.object(fx_traceback, "current_meta", {} if before is None else {"custom": before}):
                 for one in (first, second):
                     self.state.set_stream(self.tx, one)
                     self.assertTrue(fx_traceback.has_preserved_node_meta())
