@@ -50,7 +50,10 @@ def make_copies_in_place(graph: Graph) -> None:
     copies = [
         node
         for node in graph.find_nodes(op="call_function", target=_aten.copy.default)
-        if is_asynchronous_copy(node) and (root := viewed(node.args[1])) not in known and root.op != "get_attr"
+        if is_asynchronous_copy(node)
+        # The host would write a constant at once, beside earlier work on the copy's stream.
+        if node.args[1].meta["val"].device.type != "cpu"
+        or ((root := viewed(node.args[1])) not in known and root.op != "get_attr")
     ]
     if copies:
         host_copies.register()
