@@ -52,10 +52,11 @@ def keep_waits(graph: Graph) -> None:
             read.update(node.all_input_nodes)
             continue
         is_read = node in read or node.is_impure()
+        # `copy` takes no more than the layout from the tensor that it overwrites.
+        sources = node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes
         if is_read:
-            # `copy` takes no more than the layout from the tensor that it overwrites.
-            read.update(node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes)
-        is_left_out = not is_read or (node in known and not _is_number(node))
+            read.update(sources)
+        is_left_out = not is_read or (known.issuperset(sources) and not _is_number(node))
         if blocks_host(node) and not is_backward(node) and is_left_out:
             with graph.inserting_before(node):
                 wait = graph.call_function(_streams.synchronize_stream.default, (node_stream(node),))

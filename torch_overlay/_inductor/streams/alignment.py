@@ -7,7 +7,7 @@ Note [Aligned copies and the caller's memory]
 An aligned copy reads the caller's memory like the kernel that it is made for: after that kernel's waits, on its stream.
 An operation that only names a tensor, as `record_stream` does, or takes its layout from it, as `randn_like`, reads
 nothing, makes no copy, and takes the caller's tensor, which is kept for `record_stream` under the name `arg_orig`. The
-graph returns the caller's tensor, too: the backward makes its own copy.
+graph returns the caller's tensor, too, and views of it that the caller gets: the backward makes its own copy.
 
 A call that returns a view (`view_as_real`, any view of complex numbers) is made of the caller's tensor as well: it
 stands before the waits of the view's readers, and readers on several streams share it. The kernels that read such a
@@ -69,18 +69,30 @@ def _assume_unaligned_views(scheduler: Scheduler, inputs: Container[str]) -> Non
 
 
 def returned_inputs() -> tuple[set[str], set[str]]:
-    """Return the inputs that the graph returns, and those of which it returns a view: the backward takes a view to be
-    aligned.
+    """Return the inputs that the graph returns, and those of which it saves a view for the backward, which takes the
+    view to be aligned.
     """
-    inputs, views = set(), set()
-    for value in V.graph.graph_outputs:
-        while isinstance(value, (ir.TensorBox, ir.StorageBox)):
-            value = value.data
+    inputs, views, shown = set(), set(), shown_views()
+    for position, value in enumerate(map(_unboxed, V.graph.graph_outputs)):
         if isinstance(value, ir.InputBuffer):
             inputs.add(value.get_name())
-        elif isinstance(value, ir.BaseView):
+        elif isinstance(value, ir.BaseView) and position not in shown:
             views.add(value.get_name())
     return inputs - views, views
+
+
+def shown_views() -> dict[int, ir.ReinterpretView]:
+    """Return the views that the caller gets, by their positions among the graph's outputs."""
+    graph: Any = V.graph
+    visible = graph.module.graph.output_node().meta.get("user_visible_output_idxs", ())
+    values = {position: _unboxed(graph.graph_outputs[position]) for position in visible}
+    return {position: value for position, value in values.items() if isinstance(value, ir.ReinterpretView)}
+
+
+def _unboxed(value: Any) -> Any:
+    while isinstance(value, (ir.TensorBox, ir.StorageBox)):
+        value = value.data
+    return value
 
 
 def _takes_layout(node: BaseSchedulerNode) -> bool:
@@ -111,6 +123,7 @@ class AlignedInputs:
         graph: Any = V.graph
         checked = {graph.graph_input_names[i]: i for i in graph.inputs_to_check or ()}
         self.named = named_inputs(emitter.scheduler) if checked else set()
+        self.named.update(view.get_name() for view in shown_views().values())
         _assume_unaligned_views(emitter.scheduler, checked)
         self.written = {name for name, i in checked.items() if i in graph.mutated_input_idxs}
         if self.written:
@@ -186,6 +199,10 @@ class AlignedInputs:
                 del wrapper._alignment_aligned_stream[name]
                 wrapper._alignment_orig_saved.discard(name)
                 self.emitter.write(f"{name} = {name}_orig; del {name}_orig")
+        for position, view in shown_views().items():
+            if (name := view.get_name()) in wrapper._alignment_orig_saved:
+                callers = ir.InputBuffer(name=f"{name}_orig", layout=view.data.get_layout())
+                V.graph.graph_outputs[position] = ir.ReinterpretView(data=ir.StorageBox(callers), layout=view.layout)
 
 
 def left_to_runtime(graph: Any, inputs_to_check: Sequence[int]) -> Sequence[int]:

@@ -22,7 +22,7 @@ from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM,
 from torch_overlay._functorch.streams.tokens import events_of, state, streams_of
 from torch_overlay._inductor.graph_results import results_are_callers
 from torch_overlay._inductor.schedule_notes import notes_of
-from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation, user_stream
+from torch_overlay._inductor.scheduler_nodes import fx_origins, owner_of, stream_operation, user_stream
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
     leaving,
@@ -82,15 +82,26 @@ def _left_behind(streams: Collection[int]) -> list[int]:
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
-def _recorded_results() -> dict[str, list[int]]:
-    """Return, for the results of a captured graph that are allocated on the current stream, the streams that their
-    memory waits for in eager.
+def _recorded_results(scheduler: Scheduler) -> dict[str, list[int]]:
+    """Return, for the results of a captured graph, the streams that their memory waits for in eager, apart from the one
+    that it is allocated on.
     """
     if not results_are_callers() or V.graph.name is not None:
         return {}
-    ours = private_streams() | {CALLERS_STREAM}
-    found = {name: known - ours for name, known in eager_memory_of_results().items()}
+    results, private = eager_memory_of_results(), private_streams()
+    found = {name: known - private - {_allocated_on(scheduler, name)} for name, known in results.items()}
     return {name: sorted(known) for name, known in found.items() if known}
+
+
+def _allocated_on(scheduler: Scheduler, name: str) -> int:
+    """Return the stream on which a result is allocated: the caller's, unless the result is an update, under another
+    name, of memory that an operation between captured graphs allocates.
+    """
+    owner = owner_of(name)
+    if owner == name or owner not in scheduler.name_to_buf:
+        return CALLERS_STREAM
+    maker: Any = scheduler.name_to_buf[owner].defining_op
+    return user_stream(scheduler, maker) if scheduler.should_partition(maker) else CALLERS_STREAM
 
 
 @contextlib.contextmanager
@@ -110,7 +121,7 @@ def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     root: Any = root_of(wrapper)
     declare_runtime(root)
     # Copies between devices are ordered by the devices' current streams, which the program need not have named.
-    recorded = _recorded_results()
+    recorded = _recorded_results(scheduler)
     others = {s for owners in recorded.values() for s in owners}.difference(streams, left)
     used = (*streams, *left, *sorted(others))
     current = {s: there for s in used if (there := callers_device(s)) is not None}

@@ -50,7 +50,10 @@ def make_copies_in_place(graph: Graph) -> None:
     copies = [
         node
         for node in graph.find_nodes(op="call_function", target=_aten.copy.default)
-        if is_asynchronous_copy(node) and (root := viewed(node.args[1])) not in known and root.op != "get_attr"
+        if is_asynchronous_copy(node)
+        # The host would write a constant at once, beside earlier work on the copy's stream.
+        if node.args[1].meta["val"].device.type != "cpu"
+        or ((root := viewed(node.args[1])) not in known and root.op != "get_attr")
     ]
     if copies:
         host_copies.register()
@@ -69,7 +72,7 @@ def _is_made_from_nothing(node: Node) -> bool:
     )
 
 
-def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
+def geometry(value: torch.Tensor) -> tuple[Any, ...]:
     """Return dtype and layout; of sizes that aren't known, the expressions: to compare the sizes would make a guard."""
     return value.dtype, *map(expression, (*value.shape, *value.stride(), value.storage_offset()))
 
@@ -302,19 +305,19 @@ class _Rewriter:
 
     def is_put(self, write: Node, memory: Node, part: torch.Tensor) -> bool:
         target: Any = write.args[0]
-        return viewed(target) is memory and _geometry(target.meta["val"]) == _geometry(part)
+        return viewed(target) is memory and geometry(target.meta["val"]) == geometry(part)
 
     def puts(self, user: Node, base: Node, node: Node, part: torch.Tensor) -> bool:
         """True if an update puts a copy into the part of the memory into which it is made anyway."""
         if user.target not in _SCATTER_OP_TO_VIEW or user.args[0] is not base:
             return False
-        made, update = _geometry(self.part(user, base)), user.args[1]
+        made, update = geometry(self.part(user, base)), user.args[1]
         if update is node:
-            return made == _geometry(part)
+            return made == geometry(part)
         if not isinstance(update, torch.fx.Node) or update.target not in _SCATTER_OP_TO_VIEW:
             return False
         inner: Any = update.args[0]
-        is_same = viewed(inner) is viewed(base) and _geometry(inner.meta["val"]) == made
+        is_same = viewed(inner) is viewed(base) and geometry(inner.meta["val"]) == made
         return is_same and self.puts(update, inner, node, part)
 
     def may_change(self, source: Node, first: Node, last: Node) -> bool:
@@ -336,7 +339,7 @@ class _Rewriter:
         """True if a value is that part of the memory that a base is a view of."""
         if not isinstance(value, torch.fx.Node) or viewed(value) is not viewed(base):
             return False
-        return _geometry(value.meta["val"]) == _geometry(part)
+        return geometry(value.meta["val"]) == geometry(part)
 
     def as_memory(self, node: Node, base: Node) -> dict[Node, Any] | None:
         """Return the new fake values of a value and its views once it is the memory that `base` is; None if there are

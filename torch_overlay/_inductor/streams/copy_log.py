@@ -59,6 +59,8 @@ def reason(node: Node) -> str:
         return "what was in the host memory before is read later, so that the host copies it: the copy into it waits"
     memory, source = node.args[:2]
     part, given = node.meta[DESTINATION], source.meta["val"]  # type: ignore[union-attr]
+    if part.device == given.device:  # what a program updates of an input
+        return ""
     host, root = (part, memory) if part.device.type == "cpu" else (given, viewed(source))  # type: ignore[arg-type]
     if root.op != "placeholder" and not is_pinned(root):  # type: ignore[union-attr]
         return "the host memory isn't pinned"

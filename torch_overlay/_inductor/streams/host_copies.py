@@ -63,7 +63,9 @@ MEMORY_LIKE = torch.ops.streams_memory.memory_like.default
 
 
 class AsyncCopy(ir.ExternKernel):
-    """A kernel that fills a range of a buffer from a value on the other side (device or host)."""
+    """A kernel that fills a range of a buffer from a value: on the other side (device or host), or for
+    `partial_writes.write_back_parts`.
+    """
 
     def __init__(self, memory: ir.IRNode, part: ir.FixedLayout, source: ir.IRNode) -> None:
         inputs = self.unwrap_storage([self.realize_input(memory), self.realize_input(source)])
@@ -87,6 +89,11 @@ class AsyncCopy(ir.ExternKernel):
         layout, whole = self.part, self.memory.get_layout()
         if (layout.size, layout.stride, layout.offset) == (whole.size, whole.stride, whole.offset):
             return self.memory.codegen_reference()
+        if layout.dtype != whole.dtype:  # a real part of complex memory
+            write: Any = V.graph.wrapper_code.codegen_python_shape_tuple
+            size, stride = write(layout.size), write(layout.stride)
+            memory = f"torch.view_as_real({self.memory.codegen_reference()})"
+            return f"reinterpret_tensor({memory}, {size}, {stride}, {layout.offset})"
         return ir.ReinterpretView(data=self.memory, layout=layout).codegen_reference()
 
     def codegen(self, wrapper: Any) -> None:
@@ -117,10 +124,12 @@ def _copy_async(memory: Any, source: Any) -> None:
     node: Any = V.graph.current_node
     whole, part = node.args[0].meta["val"], node.meta[DESTINATION]
     fix_layout(node.args[0], memory)
+    if part.dtype != whole.dtype:
+        whole = torch.view_as_real(whole)
     offset = expression(part.storage_offset()) - expression(whole.storage_offset())
     layout = ir.FixedLayout(
         memory.get_device(),
-        memory.get_dtype(),
+        part.dtype,
         [expression(n) for n in part.shape],
         [expression(n) for n in part.stride()],
         offset,

@@ -20,6 +20,7 @@ from torch_overlay._inductor.streams.copies_in_place import IN_PLACE, make_copie
 from torch_overlay._inductor.streams.folding import fold_branches
 from torch_overlay._inductor.streams.graph_order import order_graph, RECORD_STREAM
 from torch_overlay._inductor.streams.host_copies import fix_layout, upload_returned_memory_at_once
+from torch_overlay._inductor.streams.partial_writes import write_back_parts
 
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def prepare(graph: torch.fx.Graph, fold_below_us: float, is_backward: bool) -> N
     """
     order_graph(graph)
     make_copies_in_place(graph)
+    write_back_parts(graph)
     upload_returned_memory_at_once(graph)
     _name_memory(graph)
     if fold_below_us > 0:

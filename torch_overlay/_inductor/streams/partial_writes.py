@@ -14,10 +14,13 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
+from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
+from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay._functorch.streams.fx import is_synchronization, is_view, node_stream, viewed
-from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
+from torch_overlay._inductor.streams.copies_in_place import geometry
+from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, register
 
 
 if TYPE_CHECKING:
@@ -64,6 +67,75 @@ def computed_in_place(graph: Any, node: Node) -> bool:
 
 def _has_streams(graph: Any) -> bool:
     return any(node_stream(n) for n in graph.module.graph.nodes)
+
+
+def write_back_parts(graph: Graph) -> None:
+    """Write back only the part of an input that the program updates, where upstream doesn't find it below other views
+    than slices: `z.real.add_(x)`, `x.view(4, -1)[1].add_(y)`. All else that reads the new value has to be results.
+    """
+    for write in graph.find_nodes(op="call_function", target=_COPY):
+        args: Any = write.args
+        given, new = args[:2]
+        if given.op != "placeholder" or not _is_returned_only(new, write):
+            continue
+        part, value, steps = _updated_part(given, new)
+        if not steps or part.is_complex() or part.device.type == "cpu" or part.dtype != value.meta["val"].dtype:
+            continue
+        if viewed(value) is not given:
+            register()
+            with graph.inserting_before(write):
+                made = graph.call_function(COPY_ASYNC, (given, value))
+            made.meta = {**write.meta, "val": None, DESTINATION: part}
+        elif geometry(value.meta["val"]) != geometry(part):  # else it is there, as after `add_(0)`
+            continue
+        graph.erase_node(write)
+        new.replace_all_uses_with(given)
+        for step in steps:
+            if not step.users:
+                graph.erase_node(step)
+
+
+def _is_returned_only(value: Node, write: Node) -> bool:
+    """True if apart from `write` only the caller gets the value, or views of it."""
+    users = [user for user in value.users if user is not write]
+    same = not users or geometry(value.meta["val"]) == geometry(write.args[0].meta["val"])  # type: ignore[union-attr]
+    return same and all(_is_result(user) for user in users)
+
+
+def _is_result(user: Node) -> bool:
+    return user.op == "output" or (is_view(user) and all(map(_is_result, user.users)))
+
+
+def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node]]:
+    """Return the least part of an input that differs in its new value, as far as scatters tell, that part's new value,
+    and the nodes that make all of the new value of it.
+    """
+    part, value = given.meta["val"], new
+    steps: list[Node] = []
+    while True:
+        views: list[Any] = []
+        scatter: Any = value
+        while scatter.op == "call_function" and is_view(scatter):
+            views.append(scatter)
+            scatter = scatter.args[0]
+        if scatter.target not in _SCATTER_OP_TO_VIEW or viewed(base := scatter.args[0]) is not given:
+            return part, value, steps
+        with V.fake_mode:
+            whole = base.meta["val"]
+            for view in reversed(views):
+                whole = _applied(view.target, whole, view, 1)
+            is_read = any(len(node.users) > 1 for node in (*views, scatter) if node is not new)
+            if is_read or geometry(whole) != geometry(part):
+                return part, value, steps
+            part = _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)
+        steps += [*views, scatter, base]
+        value = scatter.args[1]
+
+
+def _applied(view: Any, base: torch.Tensor, node: Node, first: int) -> torch.Tensor:
+    """Return a view of a fake tensor by a node's arguments from the index `first` on."""
+    args, kwargs = torch.fx.map_arg((node.args[first:], node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+    return view(base, *args, **kwargs)
 
 
 def inputs_in_parts(graph: Graph) -> set[str]:

@@ -112,7 +112,9 @@ def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator
         if isinstance(part.node, AsyncCopy):
             inputs: Any = part.node.inputs
             memory, source = inputs
-            yield Access(storage(memory.get_name()), _span_of_layout(part.node.part), True)
+            layout = part.node.part
+            span = _span_of_layout(layout) if layout.dtype == memory.get_dtype() else None
+            yield Access(storage(memory.get_name()), span, True)
             yield Access(storage(source.get_name()), _span_of_view(source), False)
             continue
         if type(part.node) is ir.ExternKernelOut:

@@ -16,12 +16,13 @@ from torch._dynamo import compiled_autograd
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import owner_of
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch._inductor.scheduler import Scheduler
 
@@ -39,23 +40,32 @@ def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str
 
 def _users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
     if V.graph.name is not None or V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
-        yield from _callers_of_side_streams(scheduler, region)
+        yield from _callers_of_side_streams(scheduler)
         return
+    memory = _memory(scheduler)
     for name, known in eager_memory_of_results().items():
-        stream = region.plan.memory.get(owner_of(name))
+        stream = memory.get(owner_of(name))
         for other in sorted(known) if stream is not None else ():
             other = region.numbers.get(other, other) or _callers_stream_of(name)
             if other != stream and other not in region.private:
                 yield name, other
 
 
-def _callers_of_side_streams(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
+def _callers_of_side_streams(scheduler: Scheduler) -> Iterator[tuple[str, int]]:
     real = scheduler.mutation_real_name
     names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
+    memory = _memory(scheduler)
     for name in names:
-        stream = region.plan.memory.get(owner_of(name))
+        stream = memory.get(owner_of(name))
         if stream is not None and name not in V.graph.graph_inputs and callers_device(stream) is None:
             yield name, _callers_stream_of(name)
+
+
+def _memory(scheduler: Scheduler) -> Mapping[str, int]:
+    """Return the stream whose memory each buffer is. A region may return, under a new name, what an earlier one
+    allocated.
+    """
+    return notes_of(scheduler).memory or {}
 
 
 def _callers_stream_of(name: str) -> int:
