@@ -1,6 +1,6 @@
 """Regions are captured once and relaunched for ever: what a call allocates, patches, launches and returns.
 
-Most of it runs on a device made of host memory (`relaunch_fakes`), where a "region" is a function that allocates like
+Most of it runs on a device made of host memory (`relaunch_device`), where a "region" is a function that allocates like
 generated code does. The proof, the recipes of outputs and the patching are the real ones.
 """
 
@@ -16,16 +16,16 @@ import weakref
 from types import SimpleNamespace
 from unittest import mock
 
-import relaunch_driver
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
-from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
+from stand_ins.relaunch_device import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals, runner, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
@@ -1288,7 +1288,38 @@ class TestKeysInC(Native, TestKeys):
 
 
 class TestOutputsInC(Native, TestOutputs):
-    pass
+    def test_output_that_can_not_be_made(self):
+        """No memory for one of no elements, or memory that can't be viewed as what is saved."""
+        source = """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    buf1 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.mul(x, 2, out=buf1)
+    return (buf0, buf1, empty_strided_cuda((0, 3), (3, 1), torch.float32))
+"""
+        allocate, fails = self.device.empty, set()
+
+        def empty(size, stride, dtype):
+            if size == (0, 3) and "memory" in fails:
+                raise torch.OutOfMemoryError("no memory")
+            odd = dtype is torch.uint8 and "view" in fails
+            return allocate((size[0] + 1,) if odd else size, stride, dtype)
+
+        self.device.empty = empty
+        run, x = self.runner(source, saved=[0, 1]), torch.randn(4)
+        for fails_at, error in (("", None), ("", None), ("memory", "no memory"), ("view", "divisible"), ("", None)):
+            fails.clear()
+            fails.add(fails_at)
+            inputs = [x]
+            if error is None:
+                self.assertEqual(run(inputs)[0], -x)
+            else:
+                with self.assertRaisesRegex(RuntimeError, error):
+                    run(inputs)
+                self.assertIs(inputs[0], x)
 
 
 class TestAlignmentInC(Native, TestAlignment):

@@ -10,15 +10,14 @@ import threading
 import weakref
 from unittest import mock
 
-import relaunch_driver
-import relaunch_fakes
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import host, Native, RelaunchTestCase
-from relaunch_fakes import SizedKernel, tensor_at
 from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
+from stand_ins import relaunch_device, relaunch_driver
+from stand_ins.relaunch_case import host, Native, RelaunchTestCase
+from stand_ins.relaunch_device import SizedKernel, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
@@ -659,7 +658,7 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
         run = self.region()
         self.call(run, 3, 5)
         relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 1)
-        with mock.patch.object(relaunch_fakes, "only_order", return_value=None):
+        with mock.patch.object(relaunch_device, "only_order", return_value=None):
             for n, m in self.SIZES[1:]:
                 self.call(run, n, m)
         self.assertIn("NodeSetParams", run.any_size.why_not)

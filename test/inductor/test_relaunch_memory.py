@@ -11,13 +11,13 @@ import weakref
 from types import SimpleNamespace
 from unittest import mock
 
-import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import RelaunchTestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._functorch.streams.backward_hooks import donated_buffers
 from torch_overlay._inductor.relaunch import first_runs, refusals

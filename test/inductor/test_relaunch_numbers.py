@@ -6,15 +6,15 @@ import math
 import operator
 import struct
 
-import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import Native, RelaunchTestCase
-from relaunch_fakes import Kernel
 from torch._dynamo.test_case import run_tests
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Unfit
 from torch_overlay._inductor.relaunch.numbers.program import Program

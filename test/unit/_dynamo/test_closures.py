@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from accelerator_stand_in import accelerator, stream, take_operations
+from stand_ins.accelerator import accelerator, stream, take_operations
 
 
 class TestStreamClosures(TestCase):

@@ -9,7 +9,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
 
 import form  # noqa: F401
-from accelerator_stand_in import accelerator, stream
+from stand_ins.accelerator import accelerator, stream
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.state import StreamState
 

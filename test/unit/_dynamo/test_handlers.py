@@ -8,7 +8,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import Unsupported
 
 import form  # noqa: F401
-from accelerator_stand_in import accelerator, stream, take_operations
+from stand_ins.accelerator import accelerator, stream, take_operations
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.state import StreamState
 

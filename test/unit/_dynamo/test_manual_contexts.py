@@ -8,7 +8,7 @@ import torch._dynamo.test_case
 from torch._dynamo.exc import Unsupported
 
 import form  # noqa: F401
-from accelerator_stand_in import accelerator, stream, take_operations
+from stand_ins.accelerator import accelerator, stream, take_operations
 from torch_overlay import config
 
 

@@ -12,7 +12,7 @@ from torch._guards import tracing, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import form  # noqa: F401
-from accelerator_stand_in import accelerator, stream
+from stand_ins.accelerator import accelerator, stream
 from torch_overlay._dynamo import registry, state
 
 

@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import node_stream

@@ -6,7 +6,7 @@ import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program, PROPERTIES
+from stand_ins.schedules import Program, PROPERTIES
 from torch_overlay._functorch import device_peaks
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.fx import node_stream

@@ -8,7 +8,7 @@ from torch._inductor.scheduler import Scheduler
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay._dynamo.range_ops import range_mark
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import blocking_copy, record, synchronization

@@ -5,7 +5,7 @@ from torch._dynamo import graph_bytecode_inputs as numbering
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch import device_peaks
 from torch_overlay._functorch.streams.facts import note_fact
