@@ -251,15 +251,20 @@ def region(args):
     def test_grid(self):
         self.assertIn("grid", self.in_key(self.region(grid="n"), (1, 2)))
 
-    def test_type_that_is_not_converted(self):
-        kernel = Kernel(self.device, scaled, "x, out, n", "OOe")
-        with self.assertRaises(KeyError):
-            kernel.device.thread.recording = self.device.record(1)
-            try:
-                kernel.run(torch.ones(4), torch.ones(4), 1, stream=0)
-            finally:
-                kernel.device.thread.recording.close()
-                kernel.device.thread.recording = None
+    def test_kernel_whose_launch_is_not_known(self):
+        class Half(Kernel):
+            def launch(self, *args):
+                self.arg_tys = "OOl"
+                super().launch(*args)
+                self.arg_tys = "OOe"
+
+        half, other, several = (kind(self.device, scaled, "x, out, n", "OOl") for kind in (Half, Kernel, Kernel))
+        other.launchers[0]._is_static = False
+        several.launchers.append(None)
+        for kernel, why in ((half, "do not convert"), (other, "static launcher"), (several, "in an unknown way")):
+            counters.clear()
+            found = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: n, scale=kernel)
+            self.assertIn(why, found)
 
     def test_parameter_that_is_not_what_was_computed(self):
         class Odd(Kernel):
