@@ -1,4 +1,6 @@
-"""Arguments of calls on streams and events that Dynamo refuses, with what is wrong."""
+"""Arguments of calls on streams and events that Dynamo refuses, with what is wrong; and a call that it traces."""
+
+import threading
 
 import torch
 import torch._dynamo.test_case
@@ -43,6 +45,15 @@ class TestRefusedArguments(torch._dynamo.test_case.TestCase):
 
         with self.assertRaisesRegex(Unsupported, said):
             torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2), stream(8), torch.Event("cuda"))
+
+
+class TestFullGraph(torch._dynamo.test_case.TestCase):
+    def test_number_of_the_thread_is_traced_without_streams(self):
+        current = stream(7)
+        self.enterContext(accelerator(lambda device=None: current))
+        self.enterContext(config.patch(streams=True))
+        compiled = torch.compile(lambda x: x + 1 if threading.get_ident() > 0 else x, backend="eager", fullgraph=True)
+        self.assertEqual(compiled(torch.ones(2)), torch.full((2,), 2.0))
 
 
 instantiate_parametrized_tests(TestRefusedArguments)
