@@ -20,10 +20,9 @@ from stand_ins.relaunch_case import host, Native, RelaunchTestCase
 from stand_ins.relaunch_device import SizedKernel, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import any_size_graphs, compiled_region
-from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
 from torch_overlay._inductor.relaunch.numbers.program import Result
+from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
 
 
@@ -402,6 +401,14 @@ class TestDecisions(AnySizeTestCase, RelaunchTestCase):
             with self.assertRaises(Unfit):
                 evaluate(check, [other])
 
+    def test_size_of_nothing_is_unfit(self):
+        with deciding(decisions := {}):
+            Shapes().allocated(torch.empty(3), (Traced.input(0, 3),), (1,))
+        (check,) = decisions
+        evaluate(check, [1])
+        with self.assertRaises(Unfit):
+            evaluate(check, [0])
+
     def test_only_where_decisions_are_noted(self):
         with self.assertRaises(Escaped):
             bool(Traced.input(0, 3))
@@ -697,49 +704,6 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
             self.call(run, n, m)
         self.assertEqual(run.any_size.describe(run), "one graph serves any size")
         self.assertEqual(run.outside["warm-up"], 2)
-
-    def test_error_of_the_first_launch(self):
-        run = self.region()
-        self.call(run, 3, 5)
-        relaunch_driver.driver().fail("cuLaunchKernelEx", 1)
-        with self.assertRaisesRegex(RuntimeError, "cuLaunchKernelEx"):
-            self.call(run, 7, 2)
-        self.call(run, 7, 2)
-        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
-
-    def test_no_time_for_a_capture(self):
-        run = self.region()
-        self.call(run, 3, 5)
-        with make_graph.capturing:
-            self.call(run, 7, 2)
-        self.assertEqual(self.captures(), 0)
-        self.call(run, 8, 2)
-        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
-
-    def test_region_that_is_forgotten_during_the_capture(self):
-        run = self.region()
-        self.call(run, 3, 5)
-        make = any_size_graphs.make_graph_for_any_size
-
-        def made(*args):
-            run.forget()
-            return make(*args)
-
-        with mock.patch.object(any_size_graphs, "make_graph_for_any_size", made):
-            self.call(run, 7, 2)
-        self.assertEqual([key for key in run.states if key[0] is any_size_graphs.ANY], [])
-
-    def test_misaligned_static_input_stays_where_it_is(self):
-        source = REGION.replace("x, n, m = args", "x, w, n, m = args").replace(
-            "del x\n", "add.run(x, w, x, 1, stream=0)\n    del x\n"
-        )
-        run, w = self.runner(source, static=[1], mutated=[0], **self.kernels()), torch.ones(3, dtype=DOUBLE)[1:]
-        with mock.patch.object(compiled_region, "clone_flat", side_effect=AssertionError("it is copied")):
-            for n, m in ((3, 5), (7, 2), (4, 4)):
-                x = torch.zeros(n, m, dtype=DOUBLE)
-                run([x, w, n, m])
-                self.assertEqual(float(x[0, 0]), 1.0)
-        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
 
     def test_no_memory_at_a_launch(self):
         run = self.region()

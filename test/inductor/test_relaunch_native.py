@@ -551,6 +551,8 @@ class TestExec(DriverCase):
             ((kernel(0, word(1), word(5), func=relaunch_driver.function(8)), fill, copy), 1),
             ((kernel(0, word(1), word(5), kern=0x78), fill, copy), 1),
             ((kernel(0, word(1), word(5), grid=(1, 2, 4)), fill, copy), 1),
+            ((kernel(0, word(1)), fill, copy), 1),
+            ((nodes[0], kernel(1, word(2)), copy), 1),
             ((nodes[0], dataclasses.replace(fill, value=8), copy), 1),
             ((nodes[0], fill, dataclasses.replace(copy, width=32)), 1),
             ((nodes[0], dataclasses.replace(fill, width=99), dataclasses.replace(copy, height=2)), 2),

@@ -1,0 +1,122 @@
+"""`_inductor.relaunch.memory.make_outputs`: results have the type and strides of the region's."""
+
+import torch
+from torch.testing._internal.common_utils import TestCase
+
+import form  # noqa: F401
+from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
+from torch_overlay._inductor.relaunch.memory.outputs import (
+    Computed,
+    Empty,
+    Given,
+    Layout,
+    OfInput,
+    OfStorage,
+    Repeated,
+    SameInput,
+    Storage,
+    View,
+)
+
+
+def vector(size, dtype=torch.float32, offset=0):
+    return View((size,), (1,), dtype, offset)
+
+
+def empty(size, stride, dtype):
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+class TestOutputMaker(TestCase):
+    def make(self, recipes, storages=(), inputs=()):
+        """Return the outputs, the storages and the slab of a call."""
+        layout = Layout((), tuple(storages), tuple(recipes), ())
+        made = [empty(*layout.allocation(number)) for number in layout.own]
+        for tensor in made:
+            tensor.view(torch.uint8).random_()
+        slab = None
+        if layout.saved_size:
+            slab = torch.empty(layout.saved_size, dtype=torch.uint8).random_(0, 60)
+        return output_maker(layout, empty)(inputs, made, slab), made, slab
+
+    def test_storages_alone(self):
+        recipes = [OfStorage(0, vector(4)), OfStorage(1, vector(3, torch.int64))]
+        outputs, made, _ = self.make(recipes, [Storage(16), Storage(24)])
+        self.assertEqual([out is one for out, one in zip(outputs, made)], [True, True])
+        self.assertIsInstance(outputs, tuple)
+
+    def test_views_of_a_storage(self):
+        first = View((2, 3), (3, 1), torch.float32)
+        column = View((2,), (3,), torch.float32, 4)
+        bits, odd = vector(6, torch.int32), vector(2, torch.uint8, 5)
+        recipes = [OfStorage(0, view) for view in (first, column, bits, odd, first)]
+        outputs, (made,), _ = self.make(recipes, [Storage(24)])
+        self.assertIs(outputs[0], made)
+        self.assertEqual(outputs[1].data_ptr() - made.data_ptr(), 4)
+        self.assertEqual(outputs[1].view(torch.int32), made.view(torch.int32)[:, 1])
+        self.assertEqual(outputs[2], made.view(torch.int32).flatten())
+        self.assertEqual(outputs[3], made.view(torch.uint8).flatten()[5:7])
+        self.assertIsNot(outputs[4], made)  # each output is a tensor of its own
+        self.assertEqual(outputs[4].data_ptr(), made.data_ptr())
+        for out in outputs:
+            self.assertEqual(out.untyped_storage().data_ptr(), made.data_ptr())
+
+    def test_storage_that_no_output_spans(self):
+        recipes = [OfStorage(0, vector(2, torch.float32, 8))]
+        outputs, (made,), _ = self.make(recipes, [Storage(20)])
+        self.assertEqual((made.dtype, made.numel()), (torch.uint8, 32))
+        self.assertEqual(outputs[0].view(torch.uint8), made[8:16])
+
+    def test_views_of_the_slab(self):
+        storages = [Storage(16, True, 0), Storage(24), Storage(12, True, 512)]
+        recipes = [
+            OfStorage(2, vector(2, torch.int16, 4)),
+            OfStorage(0, vector(4)),
+            OfStorage(1, vector(6)),
+            OfStorage(2, vector(3)),
+        ]
+        outputs, (made,), slab = self.make(recipes, storages)
+        self.assertEqual(outputs[0].view(torch.uint8), slab[516:520])
+        self.assertEqual(outputs[1].view(torch.uint8), slab[:16])
+        self.assertIs(outputs[2], made)
+        self.assertEqual(outputs[3].view(torch.uint8), slab[512:524])
+
+    def test_view_between_elements_of_the_slab(self):
+        recipes = [OfStorage(0, vector(1, torch.float32, 2))]
+        with self.assertRaisesRegex(ValueError, "output 0 lies at byte 2 of the slab"):
+            self.make(recipes, [Storage(16, True, 0)])
+
+    def test_inputs(self):
+        x = torch.arange(12.0)[2:]
+        recipes = [
+            SameInput(1),
+            OfInput(1, vector(3, torch.float32, 8)),
+            OfInput(1, vector(4, torch.int16, 6)),
+        ]
+        outputs, _, _ = self.make(recipes, inputs=[None, x])
+        self.assertIs(outputs[0], x)
+        self.assertEqual(outputs[1], x[2:5])
+        self.assertEqual(outputs[2], x.view(torch.int16)[3:7])
+
+    def test_other_values(self):
+        expression = ("add", ("input", 0, int), ("const", 5))
+        recipes = [
+            Given(None),
+            Computed(expression),
+            Empty(View((0, 4), (4, 1), torch.float16)),
+            Repeated(1),
+            OfStorage(0, vector(4)),
+            Repeated(4),
+        ]
+        outputs, (made,), _ = self.make(recipes, [Storage(16)], inputs=[37])
+        self.assertEqual((outputs[:2], outputs[3]), ((None, 42), 42))
+        self.assertEqual((outputs[2].shape, outputs[2].dtype), ((0, 4), torch.float16))
+        self.assertIs(outputs[4], made)
+        self.assertIs(outputs[5], made)
+
+    def test_calls_share_nothing(self):
+        layout = Layout((), (Storage(16),), (Given(1), OfStorage(0, vector(4))), ())
+        make = output_maker(layout, empty)
+        first, second = (make((), [torch.randn(4)], None) for _ in "ab")
+        self.assertNotEqual(first[1].data_ptr(), second[1].data_ptr())
+        self.assertEqual(first[0], 1)

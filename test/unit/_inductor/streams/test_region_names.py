@@ -1,0 +1,184 @@
+"""`_inductor.streams.region_names`: names of streams and events in generated code."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._dynamo import graph_bytecode_inputs as numbering
+from torch._inductor.utils import IndentedBuffer
+from torch.testing._internal.common_utils import TestCase
+
+import form  # noqa: F401
+from stand_ins.schedules import device
+from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.ids import copy_in_stream, copy_out_stream
+from torch_overlay._functorch.streams.tokens import caller_event
+from torch_overlay._inductor.streams.plan import BoundaryWait, Event, Op, Plan
+from torch_overlay._inductor.streams.planned_region import Region
+from torch_overlay._inductor.streams.region_names import RegionNames
+
+
+class RegionNamesTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        for forget in (numbering.reset_user_object_tracking, registry.reset):
+            forget()
+            self.addCleanup(forget)
+        current = device()
+        current.__enter__()
+        self.addCleanup(current.__exit__, None, None, None)
+        self.root = SimpleNamespace(header=IndentedBuffer(), imports=IndentedBuffer())
+
+    def names(self, *streams, devices=(0,), private=(), enclosed=False, **plan):
+        """Those of a region with an operation on each stream and on each device."""
+        ops = tuple(Op(f"op{i}", stream) for i, stream in enumerate(streams))
+        return RegionNames(
+            self.root,
+            Region(
+                plan=Plan(ops, **plan),
+                index={},
+                devices=dict(enumerate(devices)),
+                numbers={},
+                private=frozenset(private),
+                enclosed=enclosed,
+                concerned=frozenset(),
+            ),
+        )
+
+    def spec(self, names):
+        """The region of the generated module, as its header defines it."""
+        found = {}
+        exec(self.root.imports.getvalue(), found)
+        exec(self.root.header.getvalue(), found)
+        return found[f"_region{names.number}"].spec
+
+
+class TestNames(RegionNamesTestCase):
+    def test_streams(self):
+        names = self.names(0, 1)
+        streams = 0, 1, copy_in_stream(0), copy_out_stream(0), copy_out_stream(2)
+        wanted = ["stream0", "stream1", "stream_in", "stream_out", "stream_out2"]
+        self.assertEqual(list(map(names.named, streams)), wanted)
+        self.assertEqual(list(names.returned), [])
+        self.assertEqual(names.stream(1), "stream1")
+        self.assertEqual(names.raw_stream(0), "stream0_raw")
+        self.assertEqual(list(names.returned), ["stream1", "stream0_raw"])
+
+    def test_events_of_one_device_take_raw_handles(self):
+        self.assertEqual(self.names(0, 1).handle(1), "stream1_raw")
+        self.assertEqual(self.names(0, 1, devices=(0, 1)).handle(1), "stream1_1")
+
+    def test_device_of_a_stream_that_runs_nothing(self):
+        self.assertEqual(self.names(0, 3).device, 0)
+        info = registry.ObjectInfo(
+            index=3,
+            origin="caller",
+            escapes=True,
+            kind="stream",
+            device=torch.device("cuda", 1),
+        )
+        with mock.patch.object(registry, "describe", lambda: [info]):
+            self.assertIsNone(self.names(0, 3).device)
+
+    def test_callers_stream_of_another_device(self):
+        other = 1_000_001
+        names = self.names(0, other, devices=(1, 1))
+        self.assertEqual(names.stream(other), "stream0_cuda1")
+        names.prologue()
+        self.assertEqual(self.spec(names).streams, {"stream0_cuda1": "cuda:1"})
+
+    def test_second_region_of_a_module(self):
+        self.names(0, 1)
+        names = self.names(0, 1)
+        found = [names.stream(1), names.event(2), names.object(5), names.multi_stream]
+        self.assertEqual(found, ["stream1_1", "ev2_1", "event5_1", "multi_stream_1"])
+        self.assertEqual(names.prologue(), ["frame1, stream1_1, = _region1.enter()"])
+        self.assertEqual(names.epilogue(), ["frame1.leave()"])
+        self.assertEqual(len(self.root.imports.getvalue().splitlines()), 1)
+
+    def test_statements_of_calls_that_use_the_side_streams(self):
+        names = self.names(0, 1, 2)
+        self.assertEqual(names.if_multi_stream("f()"), "f()")
+        names.keep_to_one_stream_when_idle()
+        self.assertEqual(names.idle_streams, [1, 2])
+        self.assertEqual(names.if_multi_stream("f()"), "if multi_stream: f()")
+        self.assertEqual(names.prologue(), ["frame0, multi_stream, = _region0.enter()"])
+
+
+class TestDefinition(RegionNamesTestCase):
+    def test_region_that_does_nothing(self):
+        names = self.names(0)
+        self.assertEqual((names.prologue(), names.epilogue()), ([], []))
+        self.assertEqual(self.root.header.getvalue(), "")
+
+    def test_definition(self):
+        token = caller_event(5)
+        names = self.names(
+            0,
+            1,
+            events=(Event(0, 0, 1, ((1, 0),)), Event(1, 1, 0, ((2, 1),))),
+            boundary_waits=(BoundaryWait(0, 1, token),),
+        )
+        lines = [f"{names.use(names.event(0))}.record({names.handle(1)})"]
+        lines.append(f"{names.use(names.object(5))}.wait({names.stream(1)})")
+        names.exit = [("record", "ev1", "stream0"), ("wait", "ev1", "stream1")]
+        names.may_alias = names.find_aliases()
+        self.assertEqual(lines, ["ev0.record(stream1_raw)", "event5.wait(stream1)"])
+        self.assertEqual(
+            names.prologue(),
+            ["frame0, ev0, stream1_raw, event5, stream1, = _region0.enter()"],
+        )
+        self.assertExpectedInline(
+            self.root.header.getvalue(),
+            """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1},
+    events=2,
+    exit=(('record', 'ev1', 'stream0'), ('wait', 'ev1', 'stream1')),
+    returns=('ev0', 'stream1_raw', 'event5', 'stream1'),
+    objects={'event5': 5},
+    distinct=('stream0', 'stream1'),
+    waits_again=('event5',),
+)
+""",
+        )
+        self.assertEqual(self.spec(names).exit, tuple(names.exit))
+
+    def test_lines_that_are_written_twice(self):
+        """A region is defined once, also where its lines are generated again."""
+        names = self.names(0, 1)
+        names.stream(1)
+        first = names.prologue()
+        self.assertEqual(names.prologue(), first)
+        self.assertEqual(self.root.header.getvalue().count("_region0"), 1)
+
+    def test_streams_that_could_be_one(self):
+        def aliases(*streams, **region):
+            names = self.names(*streams, **region)
+            for stream in streams:
+                names.stream(stream)
+            return names.find_aliases()
+
+        self.assertEqual(aliases(0, 1, 2), [0, 1, 2])
+        self.assertEqual(aliases(0), [])
+        self.assertEqual(aliases(0, 1, 2, private=[1]), [0, 2])
+        self.assertEqual(aliases(0, copy_in_stream(0)), [])
+        self.assertEqual(aliases(0, 1, enclosed=True), [])
+        self.assertEqual(aliases(0, 1, devices=(0, 1)), [])
+
+    def test_records_that_are_made_again(self):
+        names = self.names(0, 1)
+        names.recorded["event5", names.stream(1)] = None
+        for aliases, wanted in (([], ()), ([0, 1], (("event5", "stream1"),))):
+            names.may_alias, names.is_defined = aliases, False
+            names.prologue()
+            self.assertEqual(self.spec(names).records_again, wanted)
+
+    def test_calls_on_one_stream(self):
+        """They need an event to order the side streams after them."""
+        names = self.names(0, 1, 2, private=[2])
+        names.keep_to_one_stream_when_idle()
+        names.prologue()
+        spec = self.spec(names)
+        self.assertEqual((spec.idle_streams, spec.events), (("stream1",), 1))
