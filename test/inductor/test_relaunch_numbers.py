@@ -258,10 +258,21 @@ def region(args):
                 super().launch(*args)
                 self.arg_tys = "OOe"
 
-        half, other, several = (kind(self.device, scaled, "x, out, n", "OOl") for kind in (Half, Kernel, Kernel))
+        class Twice(Kernel):
+            def launch(self, *args):
+                super().launch(*args)
+                super().launch(*args)
+
+        kinds = Half, Twice, Kernel, Kernel
+        half, twice, other, several = (kind(self.device, scaled, "x, out, n", "OOl") for kind in kinds)
         other.launchers[0]._is_static = False
         several.launchers.append(None)
-        for kernel, why in ((half, "do not convert"), (other, "static launcher"), (several, "in an unknown way")):
+        for kernel, why in (
+            (half, "do not convert"),
+            (twice, "in an unknown way"),
+            (other, "static launcher"),
+            (several, "in an unknown way"),
+        ):
             counters.clear()
             found = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: n, scale=kernel)
             self.assertIn(why, found)
