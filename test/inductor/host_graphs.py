@@ -1,4 +1,4 @@
-"""Graphs for what Inductor compiles for the host, on the device of `relaunch_fakes`.
+"""Graphs for what Inductor compiles for the host, on the device of `relaunch_device`.
 
     with host_graphs():
         torch.compile(fn)(x)
@@ -15,19 +15,19 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch._inductor.config as inductor_config
-from relaunch_fakes import fake_device
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_utils, scheduler
 from torch._inductor.output_code import CompiledFxGraph
 
 import form  # noqa: F401
+from stand_ins.relaunch_device import fake_device
 from torch_overlay._inductor.relaunch import runner
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from relaunch_fakes import FakeDevice
+    from stand_ins.relaunch_device import FakeDevice
 
 
 def options() -> dict[str, Any]:

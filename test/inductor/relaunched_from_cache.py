@@ -1,4 +1,4 @@
-"""A process of the tests of caches: compiles programs for the host, with graphs on the device of `relaunch_fakes`, or
+"""A process of the tests of caches: compiles programs for the host, with graphs on the device of `relaunch_device`, or
 for a GPU.
 
 `main(request)` writes, for each call of each program, how many graphs were captured and launched until then, and

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import relaunch_fakes
 import torch
 from host_graphs import host_graphs
 from profiler_traces import traced
-from relaunch_case import GpuTestCase
 from torch._inductor.test_case import TestCase
 from torch.cuda.graph_annotations import get_kernel_annotations
 
 import form
+from stand_ins import relaunch_device
+from stand_ins.relaunch_case import GpuTestCase
 from torch_overlay import config
 from torch_overlay._inductor.kernel_places import MARK, place_at
 from torch_overlay._inductor.relaunch.capture import kernel_names
@@ -86,7 +86,7 @@ class TestLines(TestCase):
             return noted[-1]
 
         model, x = Model(), torch.randn(4, 16)
-        self.enterContext(mock.patch.object(relaunch_fakes.Recording, "noting_lines", noting_lines))
+        self.enterContext(mock.patch.object(relaunch_device.Recording, "noting_lines", noting_lines))
         with host_graphs(), torch.no_grad(), config.patch(nvtx=True):
             compiled = torch.compile(model)
             for _ in range(2):

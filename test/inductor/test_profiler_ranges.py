@@ -10,11 +10,11 @@ import torch
 import torch._inductor.config as inductor_config
 from host_graphs import host_graphs
 from profiler_traces import Event, is_within, ranges, traced, tree, work_of
-from relaunch_case import ADD, GpuTestCase, Native, RelaunchTestCase
 from torch._inductor.test_case import TestCase
 
 import form
 import prefetch_loop
+from stand_ins.relaunch_case import ADD, GpuTestCase, Native, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned

@@ -10,19 +10,19 @@ import threading
 import weakref
 from unittest import mock
 
-import relaunch_driver
-import relaunch_fakes
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import host, Native, RelaunchTestCase
-from relaunch_fakes import SizedKernel, tensor_at
 from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
+from stand_ins import relaunch_device, relaunch_driver
+from stand_ins.relaunch_case import host, Native, RelaunchTestCase
+from stand_ins.relaunch_device import SizedKernel, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
 from torch_overlay._inductor.relaunch.numbers.program import Result
+from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
 
 
@@ -401,6 +401,14 @@ class TestDecisions(AnySizeTestCase, RelaunchTestCase):
             with self.assertRaises(Unfit):
                 evaluate(check, [other])
 
+    def test_size_of_nothing_is_unfit(self):
+        with deciding(decisions := {}):
+            Shapes().allocated(torch.empty(3), (Traced.input(0, 3),), (1,))
+        (check,) = decisions
+        evaluate(check, [1])
+        with self.assertRaises(Unfit):
+            evaluate(check, [0])
+
     def test_only_where_decisions_are_noted(self):
         with self.assertRaises(Escaped):
             bool(Traced.input(0, 3))
@@ -635,6 +643,21 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
         source = source.replace("None, n)", "keep, n)")
         self.check(source, "view of an input", lambda x, n, m: (*expected(x, n, m)[:5], x[:1], n))
 
+    def test_output_that_is_a_float(self):
+        source = REGION.replace("None, n)", "n / m, n)")
+        self.check(source, "a float is computed", lambda x, n, m: (*expected(x, n, m)[:5], n / m, n))
+
+    def test_kernel_that_is_no_kernel_of_generated_code(self):
+        def others():
+            if (recording := getattr(self.device.thread, "recording", None)) is not None:
+                function = recording.operations[-1]
+                recording.operations.append(function)
+
+        with mock.patch.object(self, "kernels", lambda kernels=self.kernels: {**kernels(), "others": others}):
+            self.check(
+                REGION.replace("    del x\n", "    others()\n    del x\n"), "no Triton kernel that generated code"
+            )
+
     def test_grid_that_is_not_what_the_launcher_computes(self):
         class Odd(SizedKernel):
             def launch(self, x, *rest):
@@ -659,7 +682,7 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
         run = self.region()
         self.call(run, 3, 5)
         relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 1)
-        with mock.patch.object(relaunch_fakes, "only_order", return_value=None):
+        with mock.patch.object(relaunch_device, "only_order", return_value=None):
             for n, m in self.SIZES[1:]:
                 self.call(run, n, m)
         self.assertIn("NodeSetParams", run.any_size.why_not)

@@ -1,7 +1,7 @@
 """Graphs for any size of code that Inductor generates: a launch gives kernels what the code gives them.
 
-Inductor compiles each program for a simulated GPU. Its module then runs on the device of `relaunch_fakes`, with kernels
-in place of Triton's that note what they get: grid, numbers, addresses. The launcher of a kernel is made of Inductor's
+Inductor compiles each program for a simulated GPU. Its module then runs on `relaunch_device`, with kernels in
+place of Triton's that note what they get: grid, numbers, addresses. The launcher of a kernel is made of Inductor's
 own grid expressions. So all that a launch computes from sizes that were never captured is compared with what the
 generated code computes for them.
 """
@@ -17,14 +17,14 @@ from unittest import mock
 
 import torch
 from drawn_sizes import drawn
-from relaunch_case import Native, RelaunchTestCase
-from relaunch_fakes import SizedKernel
 from torch._dynamo.test_case import run_tests
 from torch._inductor.runtime import triton_heuristics
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
+from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_device import SizedKernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.alignment import LEAST
 from torch_overlay._inductor.relaunch.runner import Runner

@@ -7,12 +7,12 @@ import dataclasses
 import random
 from unittest import mock
 
-import relaunch_driver
 import torch
-from relaunch_driver import kernel, word
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.graph.subgraph import Part

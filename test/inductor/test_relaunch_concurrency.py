@@ -1,5 +1,5 @@
 """Which nodes of a captured graph run side by side. No GPU is needed: which edges a graph gets is pure, and the device
-of `relaunch_fakes` runs the operators of a region in whatever order its edges allow, as late as they can be.
+of `relaunch_device` runs the operators of a region in whatever order its edges allow, as late as they can be.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import torch
 from hypothesis import given, HealthCheck, settings, strategies as st
-from relaunch_case import Native, RelaunchTestCase
 
 import form  # noqa: F401
+from stand_ins.relaunch_case import Native, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.graph.concurrency import (
     CALLER,

@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_graph_api import FakeApi
-from relaunch_fakes import FakeDevice
 from torch._dynamo.utils import counters
 from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
+from stand_ins.graph_api import FakeApi
+from stand_ins.relaunch_device import FakeDevice
 from torch_overlay._inductor.relaunch import refusals, region_graphs
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.graph import driver as cu

@@ -7,11 +7,11 @@ import logging
 from types import SimpleNamespace
 
 import torch
-from relaunch_case import host, RelaunchTestCase
 from torch._dynamo.test_case import TestCase
 
 import form
 import torch_overlay
+from stand_ins.relaunch_case import host, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import RelaunchTestCase
 from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form  # noqa: F401
+from stand_ins.relaunch_case import RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
 from torch_overlay._inductor.relaunch import alignment, coverage, refusals, split_off

@@ -9,17 +9,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
-import sys
 import unittest
 import unittest.mock
 from types import SimpleNamespace
 
-from captured_words import LOW, memory, slots, SPAN, u32, u64
-from fake_graph_api import FakeApi
 from hypothesis import given, HealthCheck, settings, strategies as st
-from relaunch_graph_driver import DriverInC
 
 import form
+from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
+from stand_ins.graph_api import FakeApi
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
@@ -49,17 +47,9 @@ class FakeKernels:
 
 
 class GraphTest(unittest.TestCase):
-    in_c: DriverInC | None = None
-
-    def driver_of(self, api):
-        if self.in_c is None:
-            return cu.Driver(api)
-        self.in_c.ask(api)
-        return NativeDriver(api, self.in_c.module)
-
     def setUp(self):
         self.api = FakeApi()
-        self.driver = self.driver_of(self.api)
+        self.driver = cu.Driver(self.api)
         self.kernels = FakeKernels()
         self.kernels.declare(self.api)
 
@@ -377,7 +367,7 @@ class TestTidy(GraphTest):
         captured = []
         for which in "ab":
             self.api = FakeApi()
-            self.driver = self.driver_of(self.api)
+            self.driver = cu.Driver(self.api)
             self.kernels.declare(self.api)
             segments = memory(which)
             fill = self.api.memset(segments[0].address + 16)
@@ -402,82 +392,6 @@ class TestTidy(GraphTest):
         kept = edges - set(implied)
         self.assertEqual(reach(kept), reach(edges))
         self.assertTrue(all(reach(kept - {edge}) != reach(edges) for edge in kept))
-
-
-class InC:
-    """The same, read by the C module."""
-
-    @classmethod
-    def setUpClass(cls):
-        cls.in_c = DriverInC()
-        cls.addClassCleanup(cls.in_c.folder.cleanup)
-
-
-class TestReadInC(InC, TestRead):
-    def test_all_kernels_in_one_call(self):
-        self.api.declare(7, "add", 8, 4, 8)
-        self.api.declare(9, "from_library", 8)
-        self.api.declare(11, "opaque")
-        self.api.kernels[0x33] = 9
-        nodes = [
-            self.api.kernel(7, u64(0xAAAA), u32(5), u64(0xBBBB)),
-            self.api.kernel(7, packed=u64(0xAAAA) + u32(6, 0) + u64(0xBBBB)),
-            self.api.kernel(0, u64(1), kern=0x33),
-            self.api.kernel(11),
-        ]
-        shape = 0, (2, 3, 4), (32, 2, 1), 48
-        expected = [
-            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(5)), (16, u64(0xBBBB))), b""),
-            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(6)), (16, u64(0xBBBB))), b""),
-            (0, 0x33, *shape, "from_library", ((0, u64(1)),), b""),
-            (11, 0, *shape, "opaque", (), b""),
-        ]
-        self.assertEqual(self.driver.kernels(nodes), expected)
-        with unittest.mock.patch.object(self.driver, "kernel", side_effect=AssertionError("read one by one")):
-            self.assertEqual(len(self.read().nodes), 4)
-
-    def test_what_it_does_not_know_is_left_out(self):
-        self.api.declare(7, "known", 8)
-        self.api.declare(11, "opaque")
-        known = self.api.kernel(7, u64(1))
-        lacking = self.api.kernel(7, u64(1))
-        self.api.params[lacking].kernelParams = self.api.array([0])
-        option = self.api.kernel(7, packed=u64(1))
-        self.api.params[option].extra = self.api.array([5, 0, 0])
-        others = [
-            lacking, option, self.api.kernel(7, packed=bytes(4)), self.api.kernel(0, u64(1), kern=0x34),
-            self.api.kernel(11, packed=bytes(64)),
-        ]  # fmt: skip
-        first, *rest = self.driver.kernels([known, *others])
-        self.assertEqual((first[6], rest), ("known", [None] * len(others)))
-
-    def test_error_of_the_driver(self):
-        self.api.new(cu.EMPTY)
-        with unittest.mock.patch.object(self.api, "cuGraphGetEdges", lambda *args: self.api.invalid([], [], [], 0)):
-            with self.assertRaisesRegex(RuntimeError, r"CUDA driver error in cuGraphGetEdges: unknown error \(1\)"):
-                self.in_c.module.structure(0x77)
-            with self.assertRaisesRegex(cu.DriverError, "cuGraphGetEdges: CUDA_ERROR_INVALID_VALUE"):
-                self.read()
-
-    def test_many_calls_keep_nothing(self):
-
-        self.api.declare(7, "add", 8, 300)
-        nodes = [self.api.kernel(7, u64(i), bytes(300)) for i in range(3)]
-        nodes.append(self.api.kernel(0, u64(1), kern=0x34))  # not known
-
-        def calls(count):
-            for _ in range(count):
-                self.driver.kernels(nodes)
-                self.in_c.module.structure(0x77)
-            return sys.getallocatedblocks()
-
-        calls(20)
-        before = calls(20)
-        self.assertLess(calls(500) - before, 200)
-
-
-class TestTidyInC(InC, TestTidy):
-    pass
 
 
 class TestPlainKernels(unittest.TestCase):

@@ -7,10 +7,10 @@ import types
 from unittest import mock
 
 import torch
-from relaunch_case import Native, RelaunchTestCase
 from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
+from stand_ins.relaunch_case import Native, RelaunchTestCase
 from torch_overlay._inductor.relaunch.capture import capture, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, Differs
 from torch_overlay._inductor.relaunch.sizes import sizes

@@ -11,13 +11,13 @@ import weakref
 from types import SimpleNamespace
 from unittest import mock
 
-import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import RelaunchTestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._functorch.streams.backward_hooks import donated_buffers
 from torch_overlay._inductor.relaunch import first_runs, refusals
@@ -29,7 +29,8 @@ from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.graph.driver import DriverError
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
-from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, Repeated, View
+from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
+from torch_overlay._inductor.relaunch.memory.outputs import Given, Layout, OfStorage, Repeated, Storage, View
 from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
@@ -779,6 +780,13 @@ class TestChunks(unittest.TestCase):
         recipes = [vector(0, 8192), vector(0, 8192, torch.int32), vector(1, 8192), vector(2, 8192)]
         _, storages, places = place(recipes, [8192] * 3, frozenset(range(4)), range(3))
         self.assertTrue(storages[places[0][0]].saved)
+
+
+class TestSavedOutputs(unittest.TestCase):
+    def test_output_that_lies_between_elements_of_the_slab(self):
+        layout = Layout((), (Storage(16, True, 0),), (vector(0, 4, offset=2),), ())
+        with self.assertRaisesRegex(ValueError, "output 0 lies at byte 2 of the slab"):
+            output_maker(layout, torch.empty_strided)
 
 
 class TestHoles(unittest.TestCase):

@@ -1,11 +1,12 @@
 """Aliased address space and the patching of executables, against a driver of our own that checks and records.
 
-The driver is `relaunch_driver`'s. The C module and its model in Python run the same tests.
+The driver is `relaunch_driver`'s.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -19,13 +20,12 @@ from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
-import native_model
-import relaunch_driver
 import torch
-from relaunch_driver import kernel, word
 from torch._dynamo.test_case import TestCase
 
 import form
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import native_read
@@ -39,24 +39,21 @@ MiB = 1 << 20
 BLOCK, GAP = 12 * MiB, 64 << 10
 INVALID, OUT_OF_MEMORY = 1, 2
 
+ALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 driver: relaunch_driver.Driver
-modules: dict[str, object] = {}
 
 
 def setUpModule():
     global driver
     driver = relaunch_driver.driver()
-    modules["native"] = relaunch_driver.module()
-    modules["model"] = native.with_exec(native_model.Module(driver.library._name))
 
 
 class DriverCase(TestCase):
-    form = ""  # a key of `modules`
-
     def setUp(self):
         super().setUp()
         driver.library.stub_reset()
-        self.module = modules[self.form]
+        self.module = relaunch_driver.module()
 
     def tearDown(self):
         self.assertEqual(self.module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
@@ -64,11 +61,11 @@ class DriverCase(TestCase):
         super().tearDown()
 
 
-class RangeTests(DriverCase):
+class TestRanges(DriverCase):
     def setUp(self):
         super().setUp()
-        self.alloc = native_model.ALLOC(self.module.alloc_address)
-        self.free = native_model.FREE(self.module.free_address)
+        self.alloc = ALLOC(self.module.alloc_address)
+        self.free = FREE(self.module.free_address)
 
     def allocate(self, *sizes, device=0):
         return [self.alloc(size, device, None) for size in sizes]
@@ -87,13 +84,14 @@ class RangeTests(DriverCase):
             self.free(address, 0, 0, None)
 
     def test_addresses_are_inside_and_apart(self):
-        made, addresses = self.fill(100, 2 * MiB, 5 * MiB)
-        self.module.seal(made)
-        low, high = self.module.bounds(made)
-        distances = [b - a for a, b in zip([low, *addresses], [*addresses, high])]
-        self.assertEqual(distances, [GAP, 512 + GAP, 2 * MiB + GAP, 5 * MiB + GAP])
-        self.assertEqual(self.module.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
-        self.drop(made, addresses)
+        for gap in (1, 3):
+            made, addresses = self.fill(100, 2 * MiB, 5 * MiB, gap=gap)
+            self.module.seal(made)
+            low, high = self.module.bounds(made)
+            distances = [b - a - gap * GAP for a, b in zip([low, *addresses], [*addresses, high])]
+            self.assertEqual(distances, [0, 512, 2 * MiB, 5 * MiB])
+            self.assertEqual(self.module.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
+            self.drop(made, addresses)
 
     def test_stack_is_cleared_as_far_as_the_thread_has_one(self):
         done = []
@@ -118,7 +116,19 @@ class RangeTests(DriverCase):
         found.append(driver.library.stub_remains(low, high, BLOCK))
         self.module.use(None)
         self.drop(made, addresses)
-        self.assertEqual([count > 0 for count in found], [self.form == "model"] * 2)  # Python can't clear them
+        self.assertEqual(found, [0, 0])
+
+    def test_addresses_that_a_call_leaves_on_the_stack_are_cleared(self):
+        low, step = 1 << 40, BLOCK
+        found = []
+        for clear in (lambda: None, self.module.clear_stack):
+            driver.library.stub_reset()
+            driver.library.stub_litter()
+            driver.library.cuMemMap(*[ctypes.c_uint64(number) for number in (low + step, step, 0, 1000, 0)])
+            clear()
+            found.append(driver.library.stub_remains(low, low + 8 * step, step))
+        self.assertGreater(found[0], 1000)
+        self.assertEqual(found[1], 0)
 
     def test_taken_addresses_are_nobodys_to_free(self):
         made = self.module.reserve(0, 1 << 40)
@@ -133,13 +143,6 @@ class RangeTests(DriverCase):
         with self.assertRaisesRegex(ValueError, "wants bytes >= 0"):
             self.module.take(made, -1)
         self.module.release(made)
-
-    def test_gap_sets_the_distances(self):
-        first, a = self.fill(100, 100)
-        second, b = self.fill(100, 100, gap=3)
-        self.assertEqual((a[1] - a[0], b[1] - b[0]), (512 + GAP, 512 + 3 * GAP))
-        self.drop(first, a)
-        self.drop(second, b)
 
     def test_all_of_an_allocation_maps_one_small_block(self):
         made, (address,) = self.fill(3 * BLOCK - 5 * MiB)
@@ -215,19 +218,18 @@ class RangeTests(DriverCase):
         self.drop(first, a)
         self.drop(second, b)
 
-    def test_sealed_range_refuses(self):
-        made, addresses = self.fill(100)
-        self.module.seal(made)
-        self.module.use(made)
+    def test_what_a_range_refuses(self):
         self.assertEqual(self.allocate(100), [None])
-        self.module.use(None)
-        self.assertEqual(self.module.error(made), "the range is sealed, for an allocation of 100 bytes")
-        self.drop(made, addresses)
-
-    def test_range_that_is_too_small_refuses(self):
         made, addresses = self.fill(*3 * [BLOCK - 2 * MiB], bytes=2 * BLOCK)
         self.assertEqual([address is None for address in addresses], [False, False, True])
         self.assertEqual(self.module.error(made), f"the range is too small, for an allocation of {10 * MiB} bytes")
+        self.assertEqual(self.allocate(100), [None])  # it is not in use
+        self.module.use(made)
+        for device, why in ((1, "another device than the range's"), (0, "the range is sealed")):
+            self.assertEqual(self.allocate(100, device=device), [None])
+            self.assertEqual(self.module.error(made), f"{why}, for an allocation of 100 bytes")
+            self.module.seal(made)
+        self.module.use(None)
         self.drop(made, addresses[:2])
 
     def test_addresses_outlive_the_mapping_until_torch_lets_go(self):
@@ -246,12 +248,6 @@ class RangeTests(DriverCase):
         self.assertGreater(b[0], a[0])
         self.free(a[0], 100, 0, None)
         self.drop(second, b)
-
-    def test_allocation_without_a_range_fails(self):
-        self.assertEqual(self.allocate(100), [None])
-        made = self.module.reserve(0, 1 << 40)
-        self.assertEqual(self.allocate(100), [None])
-        self.module.release(made)
 
     def test_other_thread_shares_the_one_range_in_use(self):
         made = self.module.reserve(0, 1 << 40)
@@ -291,14 +287,6 @@ class RangeTests(DriverCase):
         self.module.release(second)
         self.assertEqual(self.module.use(None), first)
         self.module.release(first)
-
-    def test_allocation_of_another_device_fails(self):
-        made = self.module.reserve(1, 1 << 40)
-        self.module.use(made)
-        self.assertEqual(self.allocate(100, device=0), [None])
-        self.module.use(None)
-        self.assertEqual(self.module.error(made), "another device than the range's, for an allocation of 100 bytes")
-        self.module.release(made)
 
     def test_failed_mapping_leaves_nothing_behind(self):
         size = 3 * BLOCK - 5 * MiB
@@ -425,17 +413,6 @@ class RangeTests(DriverCase):
         self.free(address, 100, 0, None)
 
 
-class TestNativeRanges(RangeTests):
-    form = "native"
-
-
-class TestFallbackRanges(RangeTests):
-    form = "model"
-
-
-del RangeTests
-
-
 class Moved:
     """Something with an address."""
 
@@ -446,7 +423,7 @@ class Moved:
         return self.address
 
 
-class ExecTests(DriverCase):
+class TestExec(DriverCase):
     def make(self, nodes, slots, regions):
         return self.module.Exec(0xE0, nodes, slots, regions)
 
@@ -554,6 +531,38 @@ class ExecTests(DriverCase):
         self.set()
         other.patch([0x9000])
         self.assertEqual(self.set(), {0x1000: [word(0x9000).hex()], 0x1001: [word(0x9000).hex()]})
+
+    def test_graphs_of_one_executable_set_what_differs(self):
+        """In a value, in a function, or in what goes with it; not in the handle of another graph's node."""
+        shared = self.module.Shared(3)
+        fill, copy = FillNode(1, 0x51, 0, 9, 4, 100, 1, 0), CopyNode(2, 0x52, 0, 0, 64, 1, 1, 64, 1, 64, 1)
+        slots = [PointerSlot(0, 0, 0, 0, 0), PointerSlot(1, 0, 0, 1, 0), PointerSlot(2, 1, 0, 1, 0)]
+
+        def make(*nodes):
+            return make_blocks(self.module, 0xE0, nodes, slots, 2, (), shared)
+
+        nodes = kernel(0, word(1), word(5)), fill, copy
+        first = make(*nodes)
+        self.assertEqual(first.patch([1, 2]), 3)
+        for other, count in (
+            (nodes, 0),
+            ((kernel(0, word(1), word(6)), fill, copy), 1),
+            ((kernel(0, word(1), word(5), handle=0x77), fill, copy), 0),
+            ((kernel(0, word(1), word(5), func=relaunch_driver.function(8)), fill, copy), 1),
+            ((kernel(0, word(1), word(5), kern=0x78), fill, copy), 1),
+            ((kernel(0, word(1), word(5), grid=(1, 2, 4)), fill, copy), 1),
+            ((kernel(0, word(1)), fill, copy), 1),
+            ((nodes[0], kernel(1, word(2)), copy), 1),
+            ((nodes[0], dataclasses.replace(fill, value=8), copy), 1),
+            ((nodes[0], fill, dataclasses.replace(copy, width=32)), 1),
+            ((nodes[0], dataclasses.replace(fill, width=99), dataclasses.replace(copy, height=2)), 2),
+        ):
+            with self.subTest(other=other):
+                made = make(*other)
+                self.assertEqual([each.patch([1, 2]) for each in (made, first, made, first)], [3, *[count] * 3])
+        made.patch([1, 3])
+        del made
+        self.assertEqual(first.patch([1, 2]), 3, "it isn't known what the executable holds")
 
     def test_bases_of_a_failed_call_are_remembered(self):
         """A later call may leave out what this one gave: the pointer slots of all regions are written again."""
@@ -707,18 +716,6 @@ class ExecTests(DriverCase):
             sizes.append(pages())
         self.assertLess((sizes[-1] - sizes[9]) * os.sysconf("SC_PAGE_SIZE"), 60 * MiB)
 
-    def test_many_calls_keep_nothing(self):
-        driver.library.stub_quiet()
-        exec = self.pair()
-        bases = [[0x7000, 0x9000], [0x7100, 0x9100]]
-        for i in range(100):
-            exec.patch(bases[i % 2])
-        gc.collect()
-        before = sys.getallocatedblocks()
-        for i in range(2000):
-            exec.patch(bases[i % 2])
-        self.assertLess(sys.getallocatedblocks() - before, 400)
-
     @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
     def test_executable_holds_what_the_bases_say(self, data):
@@ -780,28 +777,21 @@ class ExecTests(DriverCase):
             call = [b if m else draw(st.sampled_from([b, None])) for m, b in zip(moved, bases)]
 
 
-class TestNativeExec(ExecTests):
-    form = "native"
-
-
-class TestFallbackExec(ExecTests):
-    form = "model"
-
-
-del ExecTests
-
-
 class TestArguments(TestCase):
     """What a module in C is given by code of ours alone; what is wrong is named, and nothing is read beyond it."""
 
     NODE = (0, 0x1000, 0, "a node", bytes(72), ())
+
+    def setUp(self):
+        super().setUp()
+        self.blocks = relaunch_driver.module().Blocks
 
     def maker(self, words=(), **arguments):
         names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
         defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
         defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
         defaults |= {"numbers": ((),) * 4, "direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
-        return functools.partial(modules["native"].Blocks(0, (self.NODE,), (), 0, words).call, **defaults | arguments)
+        return functools.partial(self.blocks(0, (self.NODE,), (), 0, words).call, **defaults | arguments)
 
     def call(self, words=(), **arguments):
         return self.maker(words, **arguments)()
@@ -829,6 +819,11 @@ class TestArguments(TestCase):
             message = f"the {what} must be a tuple, not int"
             self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
+        vectors = (((4,), (1,), torch.uint8),) * 2
+        for order in ((0, 0), (0, 2), (-1, 0)):
+            self.check(
+                ValueError, "the order names a region twice, or none", self.call, allocations=vectors, order=order
+            )
 
     @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
     def test_host_without_memory(self):
@@ -886,14 +881,17 @@ class TestArguments(TestCase):
         self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
 
     def test_positions_of_inputs(self):
-        blocks = modules["native"].Blocks(0, (self.NODE,), (), 1)
+        blocks = self.blocks(0, (self.NODE,), (), 1)
         arguments = {**self.maker().keywords, "masks": (0,), "order": ()}
         for position in (-1, sys.maxsize):
             absent = "an input at a position that no list has"
             self.check(ValueError, absent, blocks.call, **{**arguments, "positions": (position,)})
+        for masks, positions in (((), (0,)), ((0, 0), (0, 0))):
+            given = {**arguments, "masks": masks, "positions": positions}
+            self.check(ValueError, "so many inputs are no regions", blocks.call, **given)
 
     def test_number_slots(self):
-        make = modules["native"].Blocks
+        make = self.blocks
         node = (0, 0x1000, 0, "a node", bytes(144), (128,))
         make(0, (node,), (), 0, ((0, 128, 3),))
         self.check(TypeError, "number slot 0 must be a tuple", make, 0, (node,), (), 0, (3,))
@@ -904,28 +902,29 @@ class TestArguments(TestCase):
         self.check(ValueError, outside, make, 0, (fill,), (), 0, ((0, 0, 0),))
 
     def test_nodes_and_pointer_slots(self):
-        make = modules["native"].Blocks
+        make = self.blocks
         make(0, (self.NODE,), ((0, 0, 0, 0),), 1)
         self.check(TypeError, "node 1 must be a tuple, not list", make, 0, (self.NODE, list(self.NODE)), (), 1)
         self.check(TypeError, r"a node is \(kind, handle, context, label", make, 0, (self.NODE[:3],), (), 1)
         self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, 0, (self.NODE,), (0,), 1)
         self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, 0, (self.NODE,), ((0, 0),), 1)
 
+    def test_what_is_shared(self):
+        shared = relaunch_driver.module().Shared(1)
+        for numbers, message in (((), "each node needs a number"), ((1,), "a node that the executable doesn't have")):
+            self.check(ValueError, message, self.blocks, 0, (self.NODE,), (), 0, (), (shared, numbers))
+        far = (*self.NODE[:5], (73,))
+        self.check(ValueError, "an argument lies outside of its block", self.blocks, 0, (far,), (), 0)
+
     def test_block_that_is_smaller_than_the_drivers_struct(self):
         for kind, size in ((0, 72), (1, 40), (2, 200)):
             node = (kind, *self.NODE[1:4], bytes(size), ())
-            modules["native"].Blocks(0, (node,), (), 1)
+            self.blocks(0, (node,), (), 1)
             short = (*node[:4], bytes(size - 1), ())
-            self.check(ValueError, "not a node that can be patched", modules["native"].Blocks, 0, (short,), (), 1)
+            self.check(ValueError, "not a node that can be patched", self.blocks, 0, (short,), (), 1)
 
 
 class TestBuild(TestCase):
-    def test_both_forms_have_the_same_functions(self):
-        for name in vars(modules["native"]):
-            # `launch.data_ptrs` has the Python of these
-            if not name.startswith("_") and name not in ("addresses", "learn"):
-                self.assertTrue(hasattr(modules["model"], name), name)
-
     def test_region_has_no_graph_without_it(self):
         """Where it can't be built; that is tried once, and the reason says what it takes."""
         build = mock.Mock(side_effect=RuntimeError("no compiler"))
@@ -941,21 +940,12 @@ class TestBuild(TestCase):
                 native_read.NativeDriver(mock.Mock())
         build.assert_called_once_with()
 
-    def test_missing_driver_is_named(self):
-        for make in (csrc.build, native_model.Module):
-            with (
-                mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name),
-                self.assertRaisesRegex(ImportError, "libno_such_driver.so can't be loaded"),
-            ):
-                make("libno_such_driver.so")
-
-    def test_driver_that_is_too_old_is_named(self):
-        for make in (csrc.build, native_model.Module):
-            with (
-                mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name),
-                self.assertRaisesRegex(ImportError, r"libm\.so\.6 has no cu\w+"),
-            ):
-                make("libm.so.6")
+    def test_driver_that_is_missing_or_too_old_is_named(self):
+        flags = mock.patch.object(csrc, "FLAGS", (*csrc.FLAGS, "-O0"))
+        for name, said in (("libno_such_driver.so", "can't be loaded"), ("libm.so.6", r"has no cu\w+")):
+            cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name)
+            with flags, cache, self.assertRaisesRegex(ImportError, f"{name} {said}"):
+                csrc.build(name)
 
 
 def tensor_at(space: AddressSpace, size: int) -> torch.Tensor:

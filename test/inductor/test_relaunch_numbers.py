@@ -6,15 +6,15 @@ import math
 import operator
 import struct
 
-import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import Native, RelaunchTestCase
-from relaunch_fakes import Kernel
 from torch._dynamo.test_case import run_tests
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Unfit
 from torch_overlay._inductor.relaunch.numbers.program import Program
@@ -251,15 +251,31 @@ def region(args):
     def test_grid(self):
         self.assertIn("grid", self.in_key(self.region(grid="n"), (1, 2)))
 
-    def test_type_that_is_not_converted(self):
-        kernel = Kernel(self.device, scaled, "x, out, n", "OOe")
-        with self.assertRaises(KeyError):
-            kernel.device.thread.recording = self.device.record(1)
-            try:
-                kernel.run(torch.ones(4), torch.ones(4), 1, stream=0)
-            finally:
-                kernel.device.thread.recording.close()
-                kernel.device.thread.recording = None
+    def test_kernel_whose_launch_is_not_known(self):
+        class Half(Kernel):
+            def launch(self, *args):
+                self.arg_tys = "OOl"
+                super().launch(*args)
+                self.arg_tys = "OOe"
+
+        class Twice(Kernel):
+            def launch(self, *args):
+                super().launch(*args)
+                super().launch(*args)
+
+        kinds = Half, Twice, Kernel, Kernel
+        half, twice, other, several = (kind(self.device, scaled, "x, out, n", "OOl") for kind in kinds)
+        other.launchers[0]._is_static = False
+        several.launchers.append(None)
+        for kernel, why in (
+            (half, "do not convert"),
+            (twice, "in an unknown way"),
+            (other, "static launcher"),
+            (several, "in an unknown way"),
+        ):
+            counters.clear()
+            found = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: n, scale=kernel)
+            self.assertIn(why, found)
 
     def test_parameter_that_is_not_what_was_computed(self):
         class Odd(Kernel):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import unittest
 from types import SimpleNamespace
-from unittest import mock
-
-from relaunch_graph_driver import DriverInC
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
-from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, Template
 
@@ -64,13 +60,8 @@ class Api:
 
 
 class TestPart(unittest.TestCase):
-    in_c: DriverInC | None = None
-
     def part(self, api, nodes):
-        if self.in_c is not None:
-            self.in_c.ask(api)
-        driver = NativeDriver(api, self.in_c.module) if self.in_c else Driver(api)
-        return Part(1, nodes, SimpleNamespace(device="cuda"), driver)
+        return Part(1, nodes, SimpleNamespace(device="cuda"), Driver(api))
 
     def test_clone_keeps_its_own_nodes_alone(self):
         api = Api()
@@ -101,23 +92,3 @@ class TestPart(unittest.TestCase):
                 with self.assertRaisesRegex(DriverError, "OUT_OF_MEMORY"):
                     self.part(api, [11])
                 self.assertEqual(list(api.graphs), [1])
-
-
-class TestPartInC(TestPart):
-    """The same, cut by the C module."""
-
-    @classmethod
-    def setUpClass(cls):
-        cls.in_c = DriverInC()
-        cls.addClassCleanup(cls.in_c.folder.cleanup)
-
-    def test_nodes_are_cut_in_one_call(self):
-        api = Api()
-        with mock.patch.object(Driver, "in_clone", side_effect=AssertionError("one by one")):
-            made = self.part(api, [12, 14])
-        self.assertEqual([made.handle_of[n] for n in (12, 14)], [n + 1000 * made.clone for n in (12, 14)])
-
-    def test_what_is_no_set_is_refused(self):
-        self.in_c.ask(Api())
-        with self.assertRaisesRegex(TypeError, "set"):
-            self.in_c.module.cut(1, 2, [12])

@@ -22,8 +22,6 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import GpuTestCase, RelaunchTestCase
-from relaunch_host import generated, host_as_gpu
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 from torch._inductor import output_code
@@ -32,6 +30,8 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from generated_text import normalised
+from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase
+from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
 from torch_overlay._inductor.relaunch import coverage, live, policy, refusals
 from torch_overlay._inductor.relaunch.verify import Verified

@@ -5,11 +5,11 @@ from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import ADD, RelaunchTestCase
 from torch._inductor.async_compile import AsyncCompile
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from stand_ins.relaunch_case import ADD, RelaunchTestCase
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch import prepare as preparing, refusals
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace

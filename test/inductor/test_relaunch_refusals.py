@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from relaunch_fakes import fake_device
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
+from stand_ins.relaunch_device import fake_device
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import policy, refusals
 from torch_overlay._inductor.relaunch.capture.device import check_libraries

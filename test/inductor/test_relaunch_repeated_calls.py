@@ -10,10 +10,10 @@ import weakref
 from unittest import mock
 
 import torch
-from relaunch_case import Native
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
+from stand_ins.relaunch_case import Native
 from torch_overlay._inductor.relaunch.capture import capture, library_calls, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs
 from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats

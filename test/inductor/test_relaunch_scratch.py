@@ -1,6 +1,6 @@
 """Scratch memory of launches in C: torch's functions that allocate and free it, and what happens where they fail.
 
-The device is that of `relaunch_fakes`; its raw memory is counted here, and poisoned when it is freed.
+The device is that of `relaunch_device`; its raw memory is counted here, and poisoned when it is freed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import ctypes
 import gc
 from unittest import mock
 
-import relaunch_driver
 import torch
-from relaunch_case import Native
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import Native
 from torch_overlay._inductor.relaunch import live
 from torch_overlay._inductor.relaunch.launch import native
 

@@ -10,11 +10,11 @@ import types
 from unittest import mock
 
 import torch
-from relaunch_case import Native, RelaunchTestCase
-from relaunch_fakes import is_region
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
+from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_device import is_region
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, refusals
 from torch_overlay.testing import compile_only, simulated_gpu

@@ -8,13 +8,12 @@ import threading
 import types
 from unittest import mock
 
-import relaunch_driver
-import relaunch_fakes
 import torch
-from relaunch_case import Native, RelaunchTestCase
 from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
+from stand_ins import relaunch_device, relaunch_driver
+from stand_ins.relaunch_case import Native, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import live, region_graphs
 from torch_overlay._inductor.relaunch.launch import launcher
@@ -422,7 +421,7 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(relaunch_fakes, "only_order", return_value=None))
+        self.enterContext(mock.patch.object(relaunch_device, "only_order", return_value=None))
 
     def test_other_clusters_need_an_executable(self):
         run = self.sized()

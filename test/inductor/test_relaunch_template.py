@@ -10,10 +10,10 @@ import struct
 import unittest
 
 import expecttest
-from captured_words import GRANULE, KIB, LOW, memory, slots, SPAN, u32, u64
 from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
+from stand_ins.captured_words import GRANULE, KIB, LOW, memory, slots, SPAN, u32, u64
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,

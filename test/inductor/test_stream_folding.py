@@ -6,7 +6,6 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from torch_overlay import config
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -37,23 +36,6 @@ class TestStreamFolding(TestCase):
         streams, kernels = self.streams_of(lambda s: fork_join(s, torch.sin, torch.add), 64, 64)
         self.assertEqual((streams, kernels), ({0}, 1))
 
-    def test_zero_keeps_every_branch(self):
-        with config.patch(fold_branches_below_us=0.0):
-            streams, kernels = self.streams_of(lambda s: fork_join(s, torch.sin, torch.add), 64, 64)
-        self.assertEqual((streams, kernels), ({0, 1}, 2))
-
-    def test_large_pointwise_branch_stays(self):
-        streams, kernels = self.streams_of(lambda s: fork_join(s, torch.sin, torch.add), 4096, 4096)
-        self.assertEqual((streams, kernels), ({0, 1}, 2))
-
-    def test_branch_with_a_matmul_stays(self):
-        streams, _ = self.streams_of(lambda s: fork_join(s, lambda x: x @ x, torch.add), 64, 64)
-        self.assertEqual(streams, {0, 1})
-
-    def test_branch_with_a_reduction_stays(self):
-        streams, _ = self.streams_of(lambda s: fork_join(s, lambda x: x.sum(0), torch.add), 64, 64)
-        self.assertEqual(streams, {0, 1})
-
     def test_what_the_outside_knows_of_the_stream_stays_true(self):
         """The folded work comes after what the stream held before, and the stream is ordered after it at the exit."""
         torch._dynamo.reset()
@@ -71,31 +53,6 @@ class TestStreamFolding(TestCase):
         with simulated_gpu():
             (plan,) = compile_only(fn, torch.randn(64, 64, device="cuda")).plans
         self.assertEqual((plan.events, {op.stream for op in plan.ops}), ((), {0}))
-
-    def test_branch_that_is_not_joined_stays(self):
-        """On the caller's stream, later work of the caller would wait for what the side stream was busy with."""
-
-        def build(stream):
-            def fn(x):
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    return x.sin()
-
-            return fn
-
-        self.assertEqual(self.streams_of(build, 64, 64)[0], {1})
-
-    def test_branch_that_is_not_forked_stays(self):
-        def build(stream):
-            def fn(x):
-                with torch.cuda.stream(stream):
-                    side = x.sin()
-                torch.cuda.current_stream().wait_stream(stream)
-                return side + 1
-
-            return fn
-
-        self.assertEqual(self.streams_of(build, 64, 64)[0], {0, 1})
 
     def test_graph_breaks_and_placement_stay_as_written(self):
         """Folding decides where kernels run. The graph that the user sees keeps what the user wrote."""

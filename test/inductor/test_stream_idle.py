@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form
-from torch_overlay import config
 from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
@@ -40,14 +39,6 @@ class TestStreamIdle(TestCase):
         with observe() as seen:
             torch.compile(build, mode=mode, dynamic=dynamic, fullgraph=True)(*inputs)
         return seen
-
-    def follows(self, work: Any, *inputs: Any, tail: Any = torch.add, **kwargs: Any) -> bool:
-        seen = self.compile(two_branches(work, [torch.cuda.Stream() for _ in range(2)], tail), *inputs, **kwargs)
-        wrapper = seen.wrappers[0]
-        self.assertEqual("if multi_stream" in wrapper, "idle_streams=" in wrapper)
-        if "idle_streams=" in wrapper:
-            check_wrapper(wrapper).raise_if_any()
-        return "idle_streams=" in wrapper
 
     @simulated_gpu()
     def test_two_branches_as_they_are_written(self) -> None:
@@ -117,77 +108,6 @@ def call(self, args):
             return two_branches(matmuls, [torch.cuda.Stream() for _ in range(2)])(x)
 
         self.assertIn("idle_streams=(),", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
-
-    @simulated_gpu()
-    def test_short_kernels_follow(self) -> None:
-        x = torch.randn(64, 64, device="cuda")
-        self.assertTrue(self.follows(matmuls, x))
-        self.assertTrue(self.follows(lambda x: x.softmax(-1).cumsum(0), x))
-
-    @simulated_gpu()
-    def test_kernels_that_could_run_side_by_side_stay(self) -> None:
-        self.assertFalse(self.follows(matmuls, torch.randn(4096, 4096, device="cuda")))
-        self.assertFalse(self.follows(lambda x: x.softmax(-1), torch.randn(8192, 4096, device="cuda")))
-
-    @simulated_gpu()
-    def test_kernels_of_unknown_length_stay(self) -> None:
-        x = torch.randn(64, 64, device="cuda")
-        self.assertFalse(self.follows(lambda x: torch.linalg.qr(x)[0], x))
-        self.assertFalse(self.follows(matmuls, x, dynamic=True))
-
-    @simulated_gpu()
-    def test_results_in_memory_of_a_side_stream_stay(self) -> None:
-        """The caller may use such a result on its stream, and drop it while that stream still reads it."""
-        x = torch.randn(64, 64, device="cuda")
-        self.assertFalse(self.follows(matmuls, x, tail=lambda a, b: (a, b)))
-        self.assertFalse(self.follows(matmuls, x, tail=lambda a, b: (a + b, b[0])))
-
-    @simulated_gpu()
-    def test_copies_to_the_host_stay(self) -> None:
-        x = torch.randn(64, 64, device="cuda")
-        self.assertFalse(self.follows(lambda x: (x @ x).to("cpu", non_blocking=True), x, tail=lambda a, b: (a, b)))
-
-    @simulated_gpu()
-    def test_captured_regions_stay(self) -> None:
-        self.assertFalse(self.follows(matmuls, torch.randn(64, 64, device="cuda"), mode="reduce-overhead"))
-
-    @simulated_gpu()
-    def test_zero_keeps_every_call_as_planned(self) -> None:
-        with config.patch(fold_branches_below_us=0.0):
-            self.assertFalse(self.follows(matmuls, torch.randn(64, 64, device="cuda")))
-
-    @simulated_gpu()
-    def test_a_branch_that_is_not_joined_stays(self) -> None:
-        side, other = torch.cuda.Stream(), torch.cuda.Stream()
-        kept = torch.zeros(64, 64, device="cuda")
-
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
-            other.wait_stream(current)
-            with torch.cuda.stream(side):
-                kept.copy_(x @ x)
-            with torch.cuda.stream(other):
-                y = x @ x.T
-            current.wait_stream(other)
-            return y + 1
-
-        self.assertNotIn("idle_streams=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
-
-    @simulated_gpu()
-    def test_the_callers_event_stays(self) -> None:
-        side, event = torch.cuda.Stream(), torch.cuda.Event()
-
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                y = matmuls(x)
-            event.record(side)
-            current.wait_stream(side)
-            return y + 1
-
-        self.assertNotIn("idle_streams=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
 
     @simulated_gpu()
     def test_the_check_sees_memory_that_is_shared_too_early(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from typing import Any, TYPE_CHECKING
@@ -13,7 +12,6 @@ from corpus import check_program, findings
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.test_case import TestCase
-from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
@@ -25,17 +23,13 @@ from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.steps import LARGEST, Spec
 from stream_programs.drawn.writer import write
 from torch_overlay import config
-from torch_overlay._functorch.streams.facts import fact_of, note_fact
-from torch_overlay._functorch.streams.fx import node_stream, place_on
-from torch_overlay._functorch.streams.tokens import caller_event, synchronization
-from torch_overlay._inductor.streams.pass_log import PassLog
 from torch_overlay.testing import compile_only, observe, placement_checked, simulated_gpu
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import Graph, GraphModule
 
 aten = torch.ops.aten
 
@@ -127,163 +121,6 @@ class _SideKit(relaunch_programs.Kit):
 
     def steps(self, count: int = 1) -> Iterator[int]:
         yield 0
-
-
-# ---- passes
-
-
-def graph_on_streams(*streams: int) -> GraphModule:
-    """x -> relu -> relu -> ..., one for each of the streams, and all are returned."""
-    graph = torch.fx.Graph()
-    value = graph.placeholder("x")
-    made = []
-    for i, stream in enumerate(streams):
-        value = graph.call_function(aten.relu.default, (value,), name=f"relu_{i}")
-        value.meta["val"] = torch.empty(4, device="meta")
-        place_on(value, stream)
-        note_fact(value, after=(caller_event(i),), before=(synchronization(i),))
-        made.append(value)
-    graph.output(tuple(made))
-    return torch.fx.GraphModule(torch.nn.Module(), graph)
-
-
-def apply(gm: GraphModule, change: Callable[[Graph], Any]) -> Any:
-    return GraphTransformObserver(gm, "made_up").apply_graph_pass(change)
-
-
-def named(gm: GraphModule, name: str) -> Node:
-    return next(n for n in gm.graph.nodes if n.name == name)
-
-
-def placement(node: Node) -> tuple[int, Any, Any]:
-    fact = fact_of(node)
-    return node_stream(node), *(known and tuple(map(str, known)) for known in (fact.after, fact.before))
-
-
-class TestPasses(TestCase):
-    def replace(self, graph: Graph, name: str, make: Callable[[Graph, Node], Node]) -> Node:
-        old = next(n for n in graph.nodes if n.name == name)
-        with graph.inserting_before(old):
-            new = make(graph, old.args[0])  # type: ignore[arg-type]
-        old.replace_all_uses_with(new)
-        graph.erase_node(old)
-        return new
-
-    def test_node_takes_what_it_replaces(self) -> None:
-        gm = graph_on_streams(1, 2)
-
-        def change(graph: Graph) -> None:
-            self.replace(graph, "relu_1", lambda g, x: g.call_function(aten.sigmoid.default, (x,)))
-
-        apply(gm, change)
-        self.assertEqual(placement(named(gm, "sigmoid_default")), (2, ("e1",), ("h1",)))
-
-    def test_helper_runs_where_its_reader_does(self) -> None:
-        gm = graph_on_streams(1, 2)
-
-        def make(graph: Graph, x: Node) -> Node:
-            return graph.call_function(aten.neg.default, (graph.call_function(aten.abs.default, (x,)),))
-
-        apply(gm, lambda graph: self.replace(graph, "relu_1", make) and None)
-        self.assertEqual(placement(named(gm, "abs_default")), (2, ("e1",), ("h1",)))
-
-    def test_write_in_place_takes_what_goes_with_it(self) -> None:
-        """The last two nodes become writes into the first one's memory, each with what it replaces."""
-        gm = graph_on_streams(1, 2, 3)
-
-        def change(graph: Graph) -> None:
-            made = named(gm, "relu_0")
-            for name in ("relu_1", "relu_2"):
-                old = named(gm, name)
-                with graph.inserting_before(old):
-                    graph.call_function(aten.relu_.default, (made,), name=f"{name}_write")
-                old.replace_all_uses_with(made)
-                graph.erase_node(old)
-
-        apply(gm, change)
-        self.assertEqual(placement(named(gm, "relu_1_write")), (2, ("e1",), ("h1",)))
-        self.assertEqual(placement(named(gm, "relu_2_write")), (3, ("e2",), ("h2",)))
-        self.assertEqual(placement(named(gm, "relu_0")), (1, ("e0",), ("h0",)))
-
-    def test_node_that_is_made_and_replaced_in_the_pass_hands_on_its_placement(self) -> None:
-        gm = graph_on_streams(0, 1)
-
-        def change(graph: Graph) -> None:
-            first = self.replace(graph, "relu_1", lambda g, x: g.call_function(aten.sigmoid.default, (x,)))
-            self.replace(graph, first.name, lambda g, x: g.call_function(aten.neg.default, (x,)))
-
-        apply(gm, change)
-        self.assertEqual(placement(named(gm, "neg_default")), (1, ("e1",), ("h1",)))
-
-    def test_node_that_does_what_several_did_promises_what_they_promised(self) -> None:
-        gm = graph_on_streams(1, 1)
-
-        def change(graph: Graph) -> None:
-            x = named(gm, "x")
-            with graph.inserting_before(named(gm, "relu_0")):
-                both = graph.call_function(aten.sigmoid.default, (x,))
-            for name in ("relu_1", "relu_0"):
-                old = named(gm, name)
-                old.replace_all_uses_with(both)
-                graph.erase_node(old)
-
-        apply(gm, change)
-        self.assertEqual(placement(named(gm, "sigmoid_default")), (1, ("e0", "e1"), ("h0", "h1")))
-
-    def test_constant_that_the_caller_gets_stays(self) -> None:
-        """A node that replaces none, and that nobody reads but the caller, runs where its operand was computed."""
-        gm = graph_on_streams(1)
-
-        def change(graph: Graph) -> None:
-            output = graph.output_node()
-            with graph.inserting_before(output):
-                made = graph.call_function(aten.clone.default, (named(gm, "relu_0"),))
-            output.args = ((*output.args[0], made),)  # type: ignore[misc]
-
-        apply(gm, change)
-        self.assertEqual(placement(named(gm, "clone_default")), (1, ("e0",), ("h0",)))
-
-    def test_survivor_keeps_its_placement(self) -> None:
-        gm = graph_on_streams(1, 2)
-
-        def change(graph: Graph) -> None:
-            named(gm, "relu_0").meta["custom"] = named(gm, "relu_1").meta["custom"]
-
-        apply(gm, change)
-        self.assertEqual(node_stream(named(gm, "relu_0")), 1)
-
-    def test_hooks_are_gone_when_a_pass_has_failed(self) -> None:
-        gm = graph_on_streams(1)
-        with self.assertRaises(ZeroDivisionError):
-            apply(gm, lambda graph: 1 // 0)
-        self.assertEqual(
-            (gm._create_node_hooks, gm._replace_hooks, gm._erase_node_hooks, gm._deepcopy_hooks), ([],) * 4
-        )
-        self.assertIsNone(PassLog.of(gm.graph))
-
-    def test_a_copy_that_a_pass_makes_of_the_module_has_no_hooks(self) -> None:
-        gm = graph_on_streams(1)
-        copied = apply(gm, lambda graph: copy.deepcopy(gm))
-        self.assertEqual(
-            (copied._create_node_hooks, copied._replace_hooks, copied._erase_node_hooks, copied._deepcopy_hooks),
-            ([],) * 4,
-        )
-
-    def test_pass_within_a_pass_is_a_part_of_it(self) -> None:
-        gm = graph_on_streams(1, 2)
-
-        def change(graph: Graph) -> None:
-            with GraphTransformObserver(gm, "inner"):
-                self.replace(graph, "relu_1", lambda g, x: g.call_function(aten.sigmoid.default, (x,)))
-            self.assertIsNotNone(PassLog.of(gm.graph))
-
-        apply(gm, change)
-        self.assertEqual(placement(named(gm, "sigmoid_default")), (2, ("e1",), ("h1",)))
-
-    def test_graph_without_streams_is_not_watched(self) -> None:
-        gm = graph_on_streams(0)
-        named(gm, "relu_0").meta.clear()
-        apply(gm, lambda graph: self.assertEqual(gm._create_node_hooks, []))
 
 
 class TestCheck(TestCase):

@@ -170,6 +170,10 @@ class TestHazards(TestCase):
     def calls(self, name: str, mode: str | None = None) -> str:
         return compiled(name, mode).calls()
 
+    def lines(self, name: str, pattern: str) -> str:
+        """The lines of the calls in which the pattern is found."""
+        return "".join(f"{line.strip()}\n" for line in self.calls(name).splitlines() if re.search(pattern, line))
+
     def test_fork_join_costs_two_events(self) -> None:
         self.assertExpectedInline(
             self.calls("fork_join"),
@@ -245,33 +249,15 @@ free arg0_1 (stream 0) after exit
     def test_mutation_is_covered_by_the_callers_event_177576(self) -> None:
         """Fails on stock: recording an event after a mutation is an error."""
         self.assertExpectedInline(
-            self.calls("mutation_promised_by_escaping_event"),
+            self.lines("mutation_promised_by_escaping_event", r"entry=|again=|aligned\(|\.run|write_back|record"),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1},
-    events=1,
-    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('stream1', 'event2', 'stream1_raw', 'stream0_raw'),
-    objects={'event2': 2},
-    distinct=('stream0', 'stream1'),
-    records_again=(('event2', 'stream1'),),
-)
-def call(self, args):
-    arg0_1, = args
-    args.clear()
-    frame0, stream1, event2, stream1_raw, stream0_raw, = _region0.enter()
-    with torch.cuda._DeviceGuard(0):
-        torch.cuda.set_device(0)
-        arg0_1_orig = arg0_1
-        arg0_1 = aligned(arg0_1_orig, stream1)
-        triton_poi_fused_add_copy__0.run(arg0_1, arg0_1, 4096, stream=stream1_raw)
-        if arg0_1 is not arg0_1_orig: write_back(arg0_1_orig, arg0_1, stream1)
-        event2.record(stream1)
-        buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
-        triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
-    frame0.leave()
-    return (buf0, )
+entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+records_again=(('event2', 'stream1'),),
+arg0_1 = aligned(arg0_1_orig, stream1)
+triton_poi_fused_add_copy__0.run(arg0_1, arg0_1, 4096, stream=stream1_raw)
+if arg0_1 is not arg0_1_orig: write_back(arg0_1_orig, arg0_1, stream1)
+event2.record(stream1)
+triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
 """,
         )
 
@@ -327,44 +313,16 @@ free buf2 (stream 1) after exit
 
     def test_host_waits_before_it_reads_189096(self) -> None:
         self.assertExpectedInline(
-            self.calls("event_synchronize_before_host_read"),
+            self.lines("event_synchronize_before_host_read", r"again=|\.run|copy_|record|synchronize|cpp_"),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1},
-    events=1,
-    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('event2', 'stream1', 'stream1_raw', 'stream0'),
-    objects={'event2': 2},
-    distinct=('stream0', 'stream1'),
-    records_again=(('event2', 'stream1'),),
-)
-def call(self, args):
-    arg0_1, = args
-    args.clear()
-    frame0, event2, stream1, stream1_raw, stream0, = _region0.enter()
-    try:
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            set_stream(stream1)
-            arg0_1_orig = arg0_1
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused__to_copy_mul_0.run(arg0_1, buf0, 4096, stream=stream1_raw)
-        buf1 = empty_strided_cpu_pinned((64, 64), (64, 1), torch.float32)
-        buf1.copy_(buf0, True)
-        del buf0
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            event2.record(stream1)
-            event2.synchronize()
-        buf4 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
-        cpp_fused_add_1(buf1, buf4)
-        del buf1
-    finally:
-        restore_stream(stream0)
-    frame0.leave()
-    return (buf4, )
+entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+records_again=(('event2', 'stream1'),),
+arg0_1 = copy_if_misaligned(arg0_1_orig)
+triton_poi_fused__to_copy_mul_0.run(arg0_1, buf0, 4096, stream=stream1_raw)
+buf1.copy_(buf0, True)
+event2.record(stream1)
+event2.synchronize()
+cpp_fused_add_1(buf1, buf4)
 """,
         )
 
@@ -392,55 +350,22 @@ free buf4 (stream 0) after exit
 
     def test_diamond_reuses_no_memory_across_streams_178549(self) -> None:
         self.assertExpectedInline(
-            self.calls("diamond"),
+            self.lines("diamond", r" = empty|reuse|del buf|\.run|mm\("),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0', 'stream2': 2, 'stream1': 1},
-    events=3,
-    returns=('ev0', 'stream0_raw', 'stream2_raw', 'ev1', 'stream1_raw', 'ev2', 'stream2', 'stream1', 'stream0'),
-    distinct=('stream0', 'stream2', 'stream1'),
-)
-def call(self, args):
-    arg0_1, = args
-    args.clear()
-    frame0, ev0, stream0_raw, stream2_raw, ev1, stream1_raw, ev2, stream2, stream1, stream0, = _region0.enter()
-    try:
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            arg0_1_orig = arg0_1
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            extern_kernels.mm(arg0_1, arg0_1, out=buf0)
-            ev0.record(stream0_raw)
-            ev0.wait(stream2_raw)
-            set_stream(stream2)
-            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_neg_0.run(buf0, buf1, 4096, stream=stream2_raw)
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            extern_kernels.mm(buf1, arg0_1, out=buf2)
-            del buf1
-            ev1.record(stream2_raw)
-            ev0.wait(stream1_raw)
-            set_stream(stream1)
-            buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_relu_1.run(buf0, buf3, 4096, stream=stream1_raw)
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf4 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            extern_kernels.mm(buf3, arg0_1, out=buf4)
-            del buf3
-            ev2.record(stream1_raw)
-            ev1.wait(stream0_raw)
-            ev2.wait(stream0_raw)
-            del arg0_1
-            del arg0_1_orig
-            buf5 = buf0; del buf0  # reuse
-            triton_poi_fused_add_mul_2.run(buf4, buf2, buf5, 4096, stream=stream0_raw)
-    finally:
-        restore_stream(stream0)
-    frame0.leave()
-    return (buf5, )
+buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+extern_kernels.mm(arg0_1, arg0_1, out=buf0)
+buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+triton_poi_fused_neg_0.run(buf0, buf1, 4096, stream=stream2_raw)
+buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+extern_kernels.mm(buf1, arg0_1, out=buf2)
+del buf1
+buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+triton_poi_fused_relu_1.run(buf0, buf3, 4096, stream=stream1_raw)
+buf4 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+extern_kernels.mm(buf3, arg0_1, out=buf4)
+del buf3
+buf5 = buf0; del buf0  # reuse
+triton_poi_fused_add_mul_2.run(buf4, buf2, buf5, 4096, stream=stream0_raw)
 """,
         )
 
@@ -463,31 +388,13 @@ free buf2 (stream 1) after exit
     def test_updated_input_is_aligned_by_its_updates_and_recorded_as_the_callers(self) -> None:
         """A copy after the wait, one back to the caller's memory after the update; none where only a name is used."""
         self.assertExpectedInline(
-            self.calls("misaligned_input_is_updated_behind_a_wait"),
+            self.lines("misaligned_input_is_updated_behind_a_wait", r"record|wait|aligned\(|\.run|write_back"),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0'},
-    returns=('stream0', 'event1', 'stream0_raw'),
-    objects={'event1': 1},
-)
-def call(self, args):
-    arg0_1, = args
-    args.clear()
-    frame0, stream0, event1, stream0_raw, = _region0.enter()
-    with torch.cuda._DeviceGuard(0):
-        torch.cuda.set_device(0)
-        arg0_1.record_stream(stream0)
-        event1.wait(stream0)
-        arg0_1_orig = arg0_1
-        arg0_1 = aligned(arg0_1_orig)
-        buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        triton_poi_fused_add_copy__mul_0.run(arg0_1, buf1, arg0_1, 4096, stream=stream0_raw)
-        if arg0_1 is not arg0_1_orig: write_back(arg0_1_orig, arg0_1)
-        del arg0_1
-        del arg0_1_orig
-    frame0.leave()
-    return (buf1, )
+arg0_1.record_stream(stream0)
+event1.wait(stream0)
+arg0_1 = aligned(arg0_1_orig)
+triton_poi_fused_add_copy__mul_0.run(arg0_1, buf1, arg0_1, 4096, stream=stream0_raw)
+if arg0_1 is not arg0_1_orig: write_back(arg0_1_orig, arg0_1)
 """,
         )
 
@@ -502,91 +409,40 @@ def call(self, args):
 
     def test_each_stream_realigns_a_misaligned_input_187224(self) -> None:
         self.assertExpectedInline(
-            self.calls("misaligned_input_of_two_streams"),
+            self.lines("misaligned_input_of_two_streams", r"set_stream|arg0_1_orig|\.run|\.wait"),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0', 'stream2': 2, 'stream1': 1},
-    events=3,
-    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream2')),
-    returns=('ev1', 'stream2_raw', 'ev0', 'stream1_raw', 'ev2', 'stream0_raw', 'stream2', 'stream1', 'stream0'),
-    distinct=('stream0', 'stream2', 'stream1'),
-)
-def call(self, args):
-    arg0_1, = args
-    args.clear()
-    frame0, ev1, stream2_raw, ev0, stream1_raw, ev2, stream0_raw, stream2, stream1, stream0, = _region0.enter()
-    try:
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            set_stream(stream2)
-            arg0_1_orig = arg0_1
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream2_raw)
-            ev1.record(stream2_raw)
-            ev0.wait(stream1_raw)
-            set_stream(stream1)
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_mul_1.run(arg0_1, buf1, 4096, stream=stream1_raw)
-            ev2.record(stream1_raw)
-            set_stream(stream0)
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf2 = empty_strided_cuda((64, ), (1, ), torch.float32)
-            triton_per_fused_sum_2.run(arg0_1, buf2, 64, 64, stream=stream0_raw)
-            ev1.wait(stream0_raw)
-            ev2.wait(stream0_raw)
-            del arg0_1
-            del arg0_1_orig
-            buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_3.run(buf1, buf0, buf2, buf3, 4096, stream=stream0_raw)
-            del buf2
-    finally:
-        restore_stream(stream0)
-    frame0.leave()
-    return (buf3, )
+set_stream(stream2)
+arg0_1_orig = arg0_1
+arg0_1 = copy_if_misaligned(arg0_1_orig)
+triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream2_raw)
+ev0.wait(stream1_raw)
+set_stream(stream1)
+arg0_1 = copy_if_misaligned(arg0_1_orig)
+triton_poi_fused_mul_1.run(arg0_1, buf1, 4096, stream=stream1_raw)
+set_stream(stream0)
+arg0_1 = copy_if_misaligned(arg0_1_orig)
+triton_per_fused_sum_2.run(arg0_1, buf2, 64, 64, stream=stream0_raw)
+ev1.wait(stream0_raw)
+ev2.wait(stream0_raw)
+del arg0_1_orig
+triton_poi_fused_add_3.run(buf1, buf0, buf2, buf3, 4096, stream=stream0_raw)
 """,
         )
 
     def test_pinned_copy_on_side_stream(self) -> None:
         """Fails on stock when it is called: `default_stream` is unbound."""
         self.assertExpectedInline(
-            self.calls("pinned_to_device"),
+            self.lines("pinned_to_device", r"set_stream|copy_|record|wait|\.run|mm\("),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1},
-    events=2,
-    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('ev1', 'stream1_raw', 'stream0_raw', 'stream1', 'stream0'),
-    distinct=('stream0', 'stream1'),
-)
-def call(self, args):
-    arg0_1, arg1_1 = args
-    args.clear()
-    frame0, ev1, stream1_raw, stream0_raw, stream1, stream0, = _region0.enter()
-    try:
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            set_stream(stream1)
-            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            buf0.copy_(arg0_1, True)
-            del arg0_1
-            ev1.record(stream1_raw)
-            set_stream(stream0)
-            arg1_1 = copy_if_misaligned(arg1_1)
-            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_mul_0.run(arg1_1, buf1, 4096, stream=stream0_raw)
-            del arg1_1
-            ev1.wait(stream0_raw)
-            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            extern_kernels.mm(buf0, buf1, out=buf2)
-            del buf1
-    finally:
-        restore_stream(stream0)
-    frame0.leave()
-    return (buf2, )
+entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+set_stream(stream1)
+buf0.copy_(arg0_1, True)
+ev1.record(stream1_raw)
+set_stream(stream0)
+arg1_1 = copy_if_misaligned(arg1_1)
+triton_poi_fused_mul_0.run(arg1_1, buf1, 4096, stream=stream0_raw)
+ev1.wait(stream0_raw)
+extern_kernels.mm(buf0, buf1, out=buf2)
 """,
         )
 
@@ -612,41 +468,16 @@ free buf1 (stream 1) after exit
 
     def test_event_returned_is_the_one_recorded_185594(self) -> None:
         self.assertExpectedInline(
-            self.calls("event_returned"),
+            self.lines("event_returned", r"again=|objects=|\.run|mm\(|record|wait"),
             """\
-_region0 = region(
-    device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1},
-    events=1,
-    returns=('ev0', 'stream0_raw', 'stream1_raw', 'event2', 'stream1', 'stream0'),
-    objects={'event2': 2},
-    distinct=('stream0', 'stream1'),
-    records_again=(('event2', 'stream1'),),
-)
-def call(self, args):
-    arg0_1, = args
-    args.clear()
-    frame0, ev0, stream0_raw, stream1_raw, event2, stream1, stream0, = _region0.enter()
-    try:
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            arg0_1 = copy_if_misaligned(arg0_1)
-            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream0_raw)
-            del arg0_1
-            ev0.record(stream0_raw)
-            ev0.wait(stream1_raw)
-            set_stream(stream1)
-            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            extern_kernels.mm(buf0, buf0, out=buf1)
-            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_relu_1.run(buf1, buf2, 4096, stream=stream1_raw)
-            del buf1
-            event2.record(stream1)
-    finally:
-        restore_stream(stream0)
-    frame0.leave()
-    return (buf2, )
+objects={'event2': 2},
+records_again=(('event2', 'stream1'),),
+triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream0_raw)
+ev0.record(stream0_raw)
+ev0.wait(stream1_raw)
+extern_kernels.mm(buf0, buf0, out=buf1)
+triton_poi_fused_relu_1.run(buf1, buf2, 4096, stream=stream1_raw)
+event2.record(stream1)
 """,
         )
 

@@ -415,9 +415,8 @@ class TestInjectedCounts(unittest.TestCase):
 
     def changes(self) -> Iterator[tuple[str, Any, set[str]]]:
         """Name, what makes it worse, and the figures that get larger."""
-        import relaunch_fakes
-
         from relaunch_programs import Kit
+        from stand_ins import relaunch_device
 
         compiled = Kit.compile
 
@@ -431,7 +430,7 @@ class TestInjectedCounts(unittest.TestCase):
             mock.patch.object(packing, "aligned", lambda size: -(-size >> 20) << 20),
             {"scratch"},
         )
-        yield "refusal", mock.patch.object(relaunch_fakes, "prove", refuses), {"refusals"}
+        yield "refusal", mock.patch.object(relaunch_device, "prove", refuses), {"refusals"}
 
 
 class TestInstructions(unittest.TestCase):

@@ -99,16 +99,18 @@ def region(args):
 
 def relaunch() -> Callable[[], Any]:
     """A call of a region that has its graph. What the stand-in driver would run is left out."""
-    import relaunch_driver  # pyrefly: ignore[missing-import]
-    import relaunch_fakes  # pyrefly: ignore[missing-import]
     import torch
 
+    from stand_ins import (
+        relaunch_device,  # pyrefly: ignore[missing-import]
+        relaunch_driver,  # pyrefly: ignore[missing-import]
+    )
     from torch_overlay._inductor.relaunch import refusals
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.runner import Runner
 
     _fill_low_addresses()
-    device = _process.enter_context(relaunch_fakes.fake_device(relaunch_fakes.native_module()))
+    device = _process.enter_context(relaunch_device.fake_device(relaunch_device.native_module()))
     allocate = [device.empty]
     device.empty = lambda *args: allocate[0](*args)
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
@@ -137,7 +139,7 @@ def _fill_low_addresses() -> None:
 
 def region() -> Callable[[], Any]:
     """One call of what generated code does around its kernels, on streams that aren't the caller's."""
-    import driver_stand_in
+    from stand_ins import c_module
     from torch_overlay import csrc
 
     class Stream:
@@ -145,7 +147,7 @@ def region() -> Callable[[], Any]:
             self.cuda_stream = handle
 
     streams = {number: Stream(number) for number in (9, 11, 12)}
-    driver = driver_stand_in.build(EVENTS, Path(tempfile.mkdtemp()) / "libevents.so")
+    driver = c_module.build(EVENTS, Path(tempfile.mkdtemp()) / "libevents.so")
     made = csrc.build(driver).events.Region(
         device=0,
         indices=(-1, 1, 2),
@@ -177,10 +179,10 @@ CASES = {"region": region, "relaunch": relaunch}
 
 def run(folder: Path) -> None:
     """Run the loops of each case, between commands to callgrind."""
-    import driver_stand_in
+    from stand_ins import c_module
 
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
-    commands = ctypes.CDLL(driver_stand_in.build(COMMANDS, folder / "libcommands.so"))
+    commands = ctypes.CDLL(c_module.build(COMMANDS, folder / "libcommands.so"))
     for make in CASES.values():
         call = make()
         gc.collect()

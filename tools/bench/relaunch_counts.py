@@ -43,12 +43,12 @@ def _is_unsteady(program: Any) -> bool:
 
 def figures(name: str) -> records.Figures:
     """Run a program of the corpus once."""
-    import relaunch_fakes  # pyrefly: ignore[missing-import]
     import torch
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.utils import counters
 
     from relaunch_programs import by_name, Kit
+    from stand_ins import relaunch_device  # pyrefly: ignore[missing-import]
     from torch_overlay._inductor.relaunch import live
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory import arrange
@@ -58,9 +58,9 @@ def figures(name: str) -> records.Figures:
     torch.manual_seed(0)
     counters.clear()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(relaunch_fakes, "ARENA", ARENA))
+        stack.enter_context(mock.patch.object(relaunch_device, "ARENA", ARENA))
         stack.enter_context(mock.patch.object(arrange, "SMALL", 0))
-        device = stack.enter_context(relaunch_fakes.fake_device())
+        device = stack.enter_context(relaunch_device.fake_device())
 
         def compiled(module: Any, inputs: Any, is_backward: bool = False) -> Any:
             def region(args: list[Any]) -> tuple[Any, ...]:

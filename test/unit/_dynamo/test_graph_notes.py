@@ -5,7 +5,7 @@ import torch._dynamo.config
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from accelerator_stand_in import accelerator, stream, take_operations
+from stand_ins.accelerator import accelerator, stream, take_operations
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING
 

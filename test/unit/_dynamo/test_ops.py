@@ -6,14 +6,11 @@ from unittest import mock
 
 import torch
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay._dynamo import objects, ops
-from torch_overlay._functorch.streams.fx import is_stream_operator
 
 
 class Work:
@@ -49,33 +46,6 @@ class TestStreamOperators(TestCase):
         ):
             self.assertEqual(value, torch.tensor(want, dtype=dtype))
 
-    def test_each_call_asks_again(self):
-        def ask():
-            return ops.query_event(2)
-
-        with FakeTensorMode():
-            gm = make_fx(ask)()
-        self.assertEqual(gm().item(), 0)
-        self.late.done = True
-        self.assertEqual(gm().item(), 1)
-        leave = objects.enter(None, None, Work())
-        self.assertEqual(gm().item(), 0)
-        leave()
-
-    def test_tracing_asks_nothing(self):
-        objects.enter()()
-        with FakeTensorMode():
-            for op in (ops.query_event, ops.stream_handle):
-                self.assertEqual(op(0).dtype, torch.int64)
-            time = ops.elapsed_time(0, 1)
-        self.assertEqual((time.dtype, time.shape), (torch.float64, ()))
-        self.assertEqual(time.device.type, "cpu")
-
-    def test_outside_of_a_call(self):
-        objects.install(None)
-        with self.assertRaisesRegex(RuntimeError, "outside the call"):
-            ops.query_event(1)
-
     def test_capture_from_either_stream(self):
         captured = {"a"}
         current = []
@@ -108,7 +78,3 @@ class TestStreamOperators(TestCase):
         count = len(graph.find_nodes(op="call_function", target=ops.query_event))
         self.assertEqual(count, 2)
         self.assertEqual(len(fx_graph_cse(graph).nodes), 4)
-
-    def test_they_belong_to_the_stream_program(self):
-        for op in (ops.query_stream, ops.same_stream, ops.is_capturing):
-            self.assertTrue(is_stream_operator(op))

@@ -9,7 +9,7 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay._functorch import device_peaks
 from torch_overlay._inductor.scheduler_nodes import (
     device_us,

@@ -7,9 +7,9 @@ import unittest
 from torch.testing._internal.common_utils import TestCase
 from torch.utils._triton import has_triton_package
 
-import driver_stand_in
 import form  # noqa: F401
-from stream_stand_in import DRIVER
+from stand_ins import c_module
+from stand_ins.stream_driver import DRIVER
 
 
 # What region.c is to call, as functions of Python.
@@ -58,7 +58,7 @@ class TestEvents(TestCase):
     def setUpClass(cls):
         super().setUpClass()
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, cls.driver = driver_stand_in.build_module(DRIVER, folder, borders=PART)
+        module, cls.driver = c_module.build_module(DRIVER, folder, borders=PART)
         cls.driver.noted_calls.restype = ctypes.c_char_p
         cls.make, cls.borders = module.events.Event, module.borders
 
@@ -98,9 +98,12 @@ class TestEvents(TestCase):
         del other
 
     def test_stream_that_is_no_handle(self):
-        for method in (self.event.record, self.event.wait):
-            with self.assertRaises(TypeError):
-                method("stream")
+        """Also while the null stream, for which it would pass, is captured."""
+        for capture in (lambda: None, lambda: self.capture(0)):
+            capture()
+            for method in (self.event.record, self.event.wait, self.event.wait_entry):
+                with self.assertRaises(TypeError):
+                    method("stream")
         self.assertEqual(self.calls(), "")
 
     def test_errors_of_the_driver(self):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import sys
 import tempfile
 import unittest
 from unittest import mock
@@ -9,8 +10,8 @@ from unittest import mock
 from torch.testing._internal.common_utils import TestCase
 from torch.utils._triton import has_triton_package
 
-import driver_stand_in
 import form  # noqa: F401
+from stand_ins import c_module
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.graph.read import read
@@ -34,7 +35,7 @@ typedef struct {
 } Kernel;
 
 static char failing[64];
-static int names_asked, destroyed[8], destroyed_count;
+static int hiding, names_asked, destroyed[8], destroyed_count;
 static uint64_t pointer = 0xaaaa, packed = 0xbbbb;
 static uint32_t number = 5;
 static void *arguments[2];
@@ -42,13 +43,14 @@ size_t packed_size;
 int option, priority;
 
 void reset(void) {
-  *failing = names_asked = destroyed_count = 0;
+  *failing = hiding = names_asked = destroyed_count = 0;
   packed_size = 8;
   option = 2;
   priority = 0;
   arguments[0] = &pointer;
   arguments[1] = &number;
 }
+void hide_parameters(void) { hiding = 1; }
 void fail(const char *name) { strcpy(failing, name); }
 int asked(void) { return names_asked; }
 int is_destroyed(int node) {
@@ -111,7 +113,7 @@ int cuFuncGetParamInfo(Handle func, size_t index, size_t *offset, size_t *size) 
   if (fails("cuFuncGetParamInfo")) return 999;
   *offset = 8 * index;
   *size = 8 - 4 * index;
-  return index < (id(func) == 7 ? 2 : 1) ? 0 : 1;
+  return !hiding && index < (id(func) == 7 ? 2 : 1) ? 0 : 1;
 }
 int cuGraphNodeFindInClone(Handle *found, Handle node, Handle clone) {
   *found = handle(id(node) + id(clone));
@@ -143,7 +145,7 @@ class TestNativeRead(TestCase):
     def setUpClass(cls):
         super().setUpClass()
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, cls.library = driver_stand_in.build_module(DRIVER, folder)
+        module, cls.library = c_module.build_module(DRIVER, folder)
         cls.fast = module.graph
 
     def setUp(self):
@@ -175,6 +177,24 @@ class TestNativeRead(TestCase):
     def test_kernels(self):
         self.assertEqual(self.driver.kernels([11, 13]), [ADD, PACKED])
         self.assertEqual(self.driver.kernels([]), [])
+
+    def test_kernels_without_parameters(self):
+        self.set("packed_size", 0, ctypes.c_size_t)
+        self.library.hide_parameters()
+        self.assertEqual([kernel[7] for kernel in self.driver.kernels([11, 13])], [(), ()])
+        self.set("packed_size", 8, ctypes.c_size_t)
+        self.assertEqual(self.driver.kernels([13]), [None], "a block of unknown layout")
+
+    def test_many_calls_keep_nothing(self):
+        def calls(count):
+            for _ in range(count):
+                self.driver.kernels([11, 13, 14])
+                self.fast.structure(1)
+            return sys.getallocatedblocks()
+
+        calls(20)
+        before = calls(20)
+        self.assertLess(calls(500) - before, 200)
 
     def test_function_is_described_once_a_call(self):
         self.assertEqual(self.driver.kernels([11, 13] * 5), [ADD, PACKED] * 5)

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib.util
 import sys
 import tempfile
 import types
@@ -11,9 +12,9 @@ import weakref
 from torch.testing._internal.common_utils import TestCase
 from torch.utils._triton import has_triton_package
 
-import driver_stand_in
 import form  # noqa: F401
-from stream_stand_in import DRIVER
+from stand_ins import c_module
+from stand_ins.stream_driver import DRIVER
 
 
 class Stream:
@@ -48,7 +49,7 @@ class TestRegion(TestCase):
     def setUpClass(cls):
         super().setUpClass()
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, cls.driver = driver_stand_in.build_module(DRIVER, folder)
+        module, cls.driver = c_module.build_module(DRIVER, folder)
         cls.driver.noted_calls.restype = ctypes.c_char_p
         cls.Region = module.events.Region
 
@@ -140,6 +141,14 @@ class TestRegion(TestCase):
         event.wait(12)
         self.assertEqual(self.calls(), "query@9 record1@11 wait1@12")
 
+    def test_event_of_a_stream_that_held_nothing_is_recorded_again(self):
+        """What the first record left out does not make the second one void."""
+        entry, leave = (("record_busy", 0, 0), ("wait", 0, 1)), (("record", 0, 1), ("wait", 0, 0))
+        region = self.region((-1, 1), 1, entry=entry, exit=leave)
+        self.driver.set_idle(1)
+        region.enter()[0].leave()
+        self.assertEqual(self.calls(), "create1 query@9 record1@11 wait1@9")
+
     def test_idle_streams(self):
         """All are asked, and none that is captured."""
         names = ("multi_stream", 0), ("raw", 0), ("raw", 1), ("stream", 1)
@@ -148,6 +157,8 @@ class TestRegion(TestCase):
             (0, 0, f"{CREATED}query@9 {FORKED}", None),
             (1, 0, "query@9 query@11 query@12", "record1@9 wait1@11 wait1@12"),
             (1, 9, FORKED.replace(" wait1@9", ""), None),
+            (1, 12, f"query@9 record1@11 wait1@9 {FORKED}", None),
+            (1, 0, "query@9 record1@11 wait1@9 record1@12 wait1@9", "record1@9 wait1@11 wait1@12"),
         ):
             self.driver.set_idle(idle)
             self.driver.set_capturing(capturing, 1)
@@ -170,6 +181,17 @@ class TestRegion(TestCase):
         frame.leave()
         self.assertEqual(self.aliased, [True, False])
 
+    def test_streams_that_turn_out_to_be_one_are_spread(self):
+        """Also in a call that would keep to one stream."""
+        results = (("multi_stream", 0),)
+        region = self.region(**FORK, results=results, distinct=(0, 1, 2), idle_streams=(1, 2))
+        self.driver.set_idle(1)
+        for second, wanted in ((11, (True, [True, False])), (12, (False, []))):
+            self.thread.objects, self.aliased[:] = (None, self.one, Stream(second)), []
+            frame, multi_stream = region.enter()
+            frame.leave()
+            self.assertEqual((multi_stream, self.aliased), wanted)
+
     def test_errors_of_a_call(self):
         region, objects = self.region(**FORK), self.thread.objects
         for changed, text in (
@@ -184,8 +206,12 @@ class TestRegion(TestCase):
         with self.assertRaisesRegex(RuntimeError, r"events: stand-in \(700\)"):
             region.enter()
         self.driver.set_failing(0)
-        (frame,) = region.enter()  # the next call works
-        frame.leave()
+        (frame,) = region.enter()
+        self.driver.set_failing(700)
+        with self.assertRaisesRegex(RuntimeError, r"events: stand-in \(700\)"):
+            frame.leave()
+        self.driver.set_failing(0)
+        region.enter()[0].leave()  # the next call works
 
     def test_errors_of_a_definition(self):
         record = ("record", 0, 0)
@@ -199,12 +225,27 @@ class TestRegion(TestCase):
             (ValueError, "need an event", {"events": 0, "idle_streams": ()}),
             (TypeError, "tuple or None", {"idle_streams": [1]}),
             (TypeError, "operation 1 must be a tuple", {"entry": (record, 5)}),
+            (TypeError, "operation 0 must be a tuple", {"exit": ([*record],)}),
             (TypeError, r"\(kind, event, stream\)", {"exit": (record[:2],)}),
             (TypeError, "result 0 must be a tuple", {"results": ("raw",)}),
             (TypeError, r"\(kind, number\)", {"results": (("raw", 0, 0),)}),
         ):
             with self.assertRaisesRegex(error, text):
                 self.region(**{"indices": (-1,), "events": 1, **options})
+
+    @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+    def test_host_without_memory(self):
+        """Whichever allocation fails, the error is Python's own."""
+        import _testcapi
+
+        for allocation in range(1, 40):
+            _testcapi.set_nomemory(allocation, allocation + 1)
+            try:
+                self.region(**FORK)
+            except MemoryError:
+                pass
+            finally:
+                _testcapi.remove_mem_hooks()
 
     def test_nothing_is_kept_alive(self):
         """Neither streams after the call, nor events after the region."""

@@ -6,7 +6,7 @@ from torch._inductor import ir
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -4,13 +4,10 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._inductor.virtualized import V
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
-from torch_overlay._dynamo import registry
+from stand_ins.schedules import ProgramCase
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.scheduler_nodes import stream_operation
@@ -36,20 +33,13 @@ class Emitter:
         self.lines.append(text)
 
 
-class AlignmentTestCase(TestCase):
+class AlignmentTestCase(ProgramCase):
+    facts = {"after": (), "before": ()}
+
     def setUp(self):
         super().setUp()
-        for forget in (numbering.reset_user_object_tracking, registry.reset):
-            forget()
-            self.addCleanup(forget)
-        self.program = Program()
         self.x, self.y = (self.program.input(4, 4) for _ in "xy")
         self.originals = []
-
-    def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **{"after": (), "before": (), **fact})
-        return node
 
     def write(self, value, stream=0):
         """Copy a value into x, on a stream."""

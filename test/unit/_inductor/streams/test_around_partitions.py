@@ -4,17 +4,15 @@ import contextlib
 from unittest import mock
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor import config
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 from torch.fx import symbolic_trace
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program, ProgramCase
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import place_on
@@ -33,19 +31,12 @@ class OnTheCallersStream(CUDAGraphPolicy):
     results_are_callers = True
 
 
-class PartitionsTestCase(TestCase):
+class PartitionsTestCase(ProgramCase):
+    facts = {"after": (), "before": ()}
+
     def setUp(self):
         super().setUp()
-        for forget in (numbering.reset_user_object_tracking, registry.reset):
-            forget()
-            self.addCleanup(forget)
-        self.program = Program()
         self.x = self.program.input(4, 4)
-
-    def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **{"after": (), "before": (), **fact})
-        return node
 
     def product(self, *args, **where):
         return self.call(aten.mm.default, *(args or [self.x] * 2), **where)

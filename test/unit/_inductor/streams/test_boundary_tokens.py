@@ -8,10 +8,9 @@ from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.source import CurrentStreamSource, LocalSource
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor import config
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program, ProgramCase
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import node_stream
@@ -33,12 +32,9 @@ def current(device):
     return stream, CurrentStreamSource(stream.device)
 
 
-class SchedulesTestCase(TestCase):
+class SchedulesTestCase(ProgramCase):
     def setUp(self):
         super().setUp()
-        self.forget()
-        self.addCleanup(self.forget)
-        self.program = Program()
         self.objects = [current(0)]
         numbering.register_user_object(*self.objects[0])
         for index in (1, 2):
@@ -50,15 +46,6 @@ class SchedulesTestCase(TestCase):
         self.assertEqual(registry.add_owned(stream, torch.Stream, (), {}), PRIVATE)
         self.objects.append(current(1))
         self.assertEqual(registry.add_current(*self.objects[-1]), OTHER)
-
-    def forget(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
-
-    def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **fact)
-        return node
 
     def scheduled(self, *results, **options):
         self.program.output(*results)

@@ -1,13 +1,10 @@
 """`_inductor.streams.buffers`: on which streams memory is used, and when it is free again."""
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
-from torch_overlay._dynamo import registry
+from stand_ins.schedules import Program, ProgramCase
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state, synchronization
@@ -21,22 +18,7 @@ CALLER, E5, H0 = state(0), caller_event(5), synchronization(0)
 BACKWARD = {"is_backward": True, "is_inference": False}
 
 
-class PlansTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.forget()
-        self.addCleanup(self.forget)
-        self.program = Program()
-
-    def forget(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
-
-    def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **fact)
-        return node
-
+class PlansTestCase(ProgramCase):
     def product(self, *args, size=2, **where):
         args = args or [self.program.input(size, size)] * 2
         return self.call(aten.mm.default, *args, **where)

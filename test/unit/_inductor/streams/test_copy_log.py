@@ -4,7 +4,7 @@ import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay._inductor.streams.copies_in_place import READ_LATER
 from torch_overlay._inductor.streams.copy_log import BlockingCopy, publish, reason, subscribe
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, upload_returned_memory_at_once

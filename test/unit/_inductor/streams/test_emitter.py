@@ -4,17 +4,14 @@ import contextlib
 import functools
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import ProgramCase
 from torch_overlay import config
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.tokens import caller_event, record, state
 from torch_overlay._inductor.schedule_notes import notes_of
@@ -30,20 +27,14 @@ CALLER = state(0)
 BACKWARD = {"is_backward": True, "is_inference": False}
 
 
-class EmitterTestCase(TestCase):
+class EmitterTestCase(ProgramCase):
     def setUp(self):
         super().setUp()
-        for forget in (numbering.reset_user_object_tracking, registry.reset):
-            forget()
-            self.addCleanup(forget)
-        self.program = Program()
         self.x = self.program.input(4, 4)
 
     def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
         tokens = (CALLER,) if stream else ()
-        note_fact(node, **{"after": tokens, "before": tokens, **fact})
-        return node
+        return super().call(target, *args, stream=stream, **{"after": tokens, "before": tokens, **fact})
 
     def product(self, *args, **where):
         return self.call(aten.mm.default, *(args or [self.x] * 2), **where)

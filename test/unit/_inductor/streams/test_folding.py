@@ -3,10 +3,9 @@
 from unittest import mock
 
 import torch
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program, PROPERTIES
+from stand_ins.schedules import ProgramCase, PROPERTIES
 from torch_overlay._functorch import device_peaks
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.fx import node_stream
@@ -21,10 +20,9 @@ FORKED = {"after": (CALLER,), "before": (CALLER,)}
 US_PER_MIB = (1 << 20) / 1.024e6  # of the device of inductor_schedules
 
 
-class FoldingTestCase(TestCase):
+class FoldingTestCase(ProgramCase):
     def setUp(self):
         super().setUp()
-        self.program = Program()
         self.x = self.program.input(512, 512)  # a MiB
         device_peaks.bytes_per_us.cache_clear()
         self.addCleanup(device_peaks.bytes_per_us.cache_clear)
@@ -33,9 +31,7 @@ class FoldingTestCase(TestCase):
         self.addCleanup(sheet.stop)
 
     def call(self, target, *args, stream=1, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **(fact or FORKED))
-        return node
+        return super().call(target, *args, stream=stream, **(fact or FORKED))
 
     def joined(self, value):
         return self.call(aten.add.Tensor, self.x, value, stream=0, after=(), before=())

@@ -6,7 +6,7 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay import config
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.fx import node_stream

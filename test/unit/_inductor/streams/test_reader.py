@@ -4,12 +4,9 @@ import operator
 from collections import Counter
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
-from torch_overlay._dynamo import registry
+from stand_ins.schedules import Program, ProgramCase
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
@@ -28,22 +25,7 @@ def op(name, stream, reads="", writes="", **fields):
     return Op(name, stream, frozenset(reads.split()), frozenset(writes.split()), **fields)
 
 
-class ReaderTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.forget()
-        self.addCleanup(self.forget)
-        self.program = Program()
-
-    def forget(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
-
-    def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **fact)
-        return node
-
+class ReaderTestCase(ProgramCase):
     def product(self, size=2, **where):
         return self.call(aten.mm.default, *[self.program.input(size, size)] * 2, **where)
 

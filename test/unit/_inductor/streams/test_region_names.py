@@ -9,7 +9,7 @@ from torch._inductor.utils import IndentedBuffer
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import device
+from stand_ins.schedules import device
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.ids import copy_in_stream, copy_out_stream
 from torch_overlay._functorch.streams.tokens import caller_event

@@ -3,16 +3,12 @@
 import contextlib
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._inductor.virtualized import V
 from torch.fx import symbolic_trace
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import ProgramCase
 from torch_overlay import config
-from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.tokens import CALLER, state
 from torch_overlay._inductor.schedule_notes import active_region, notes_of
@@ -23,21 +19,14 @@ from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion
 aten = torch.ops.aten
 
 
-class TestRegions(TestCase):
+class TestRegions(ProgramCase):
     def setUp(self):
         super().setUp()
-        for forget in (numbering.reset_user_object_tracking, registry.reset):
-            forget()
-            self.addCleanup(forget)
-        self.program = Program()
         self.x = self.program.input(4, 4)
 
     def product(self, *args, stream=0):
-        args = args or (self.x, self.x)
-        node = self.program.call(aten.mm.default, *args, stream=stream)
         tokens = (CALLER,) if stream else ()
-        note_fact(node, after=tokens, before=tokens)
-        return node
+        return self.call(aten.mm.default, *(args or (self.x, self.x)), stream=stream, after=tokens, before=tokens)
 
     def schedule(self, *results, **options):
         self.program.output(*results)

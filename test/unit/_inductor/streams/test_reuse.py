@@ -11,7 +11,7 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import device, Program
+from stand_ins.schedules import device, Program
 from torch_overlay._inductor.streams.plan import Plan
 from torch_overlay._inductor.streams.switching import needs, share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine

@@ -11,7 +11,7 @@ from torch.fx import Graph
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import compiled_graph, Program
+from stand_ins.schedules import compiled_graph, Program
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 
 

@@ -9,7 +9,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import Program
 from torch_overlay import config
 from torch_overlay._functorch.streams.fx import node_stream
 

@@ -5,12 +5,10 @@ from unittest import mock
 import torch
 from torch._inductor import config
 from torch._inductor.scheduler import Scheduler
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
+from stand_ins.schedules import ProgramCase
 from torch_overlay._dynamo.range_ops import range_mark
-from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import blocking_copy, record, synchronization
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams.schedule_order import order_blocking_operations, order_stream_operations
@@ -31,16 +29,7 @@ compute_dependencies = Scheduler.compute_dependencies
 
 
 @config.patch(max_fusion_size=1)  # so that each kernel has a node of its own
-class ScheduleOrderTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.program = Program()
-
-    def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **fact)
-        return node
-
+class ScheduleOrderTestCase(ProgramCase):
     def visible(self, target=streams.record_event.default, token=R5, **fact):
         args = {
             streams.record_event.default: (5, 0),

@@ -1,12 +1,9 @@
 """`_inductor.streams.single_stream`: regions that run on one stream when the device is idle."""
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from schedule_stand_in import Program
-from torch_overlay._dynamo import registry
+from stand_ins.schedules import ProgramCase
 from torch_overlay._functorch import device_peaks
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.ids import copy_in_stream
@@ -23,24 +20,16 @@ SIZE = 256
 LONGEST_US = 2 * SIZE**3 / (100 * 256 * 1e3)  # of a product
 
 
-class IdleTestCase(TestCase):
+class IdleTestCase(ProgramCase):
     def setUp(self):
         super().setUp()
-        for forget in (
-            numbering.reset_user_object_tracking,
-            registry.reset,
-            device_peaks.bytes_per_us.cache_clear,
-            device_peaks.flops_per_us.cache_clear,
-        ):
+        for forget in (device_peaks.bytes_per_us.cache_clear, device_peaks.flops_per_us.cache_clear):
             forget()
             self.addCleanup(forget)
-        self.program = Program()
         self.x = self.program.input(SIZE, SIZE)
 
     def call(self, target, *args, stream=0, **fact):
-        node = self.program.call(target, *args, stream=stream)
-        note_fact(node, **(fact or (FORKED if stream else ON_CALLERS)))
-        return node
+        return super().call(target, *args, stream=stream, **(fact or (FORKED if stream else ON_CALLERS)))
 
     def product(self, *args, **where):
         return self.call(aten.mm.default, *(args or [self.x] * 2), **where)

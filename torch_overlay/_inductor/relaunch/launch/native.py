@@ -39,10 +39,6 @@ TORCH_FUNCTIONS = (
 def complete(module: Any) -> Any:
     """Prepare `relaunch` of the extension module: teach it the fields of tensors, and add `Exec`."""
     data_ptrs.teach(module)
-    return with_exec(module)
-
-
-def with_exec(module: Any) -> Any:
     module.Exec = functools.partial(make_blocks, module)
     return module
 

@@ -1,6 +1,6 @@
 """A CUDA driver of our own for tests without a GPU, which checks and records, and the C module built over it.
 
-The driver is a few hundred lines of C: memory as in `memory_stand_in`, and the patching and launching of executables.
+The driver is a few hundred lines of C: memory as in `memory_driver`, and the patching and launching of executables.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import functools
 import tempfile
 from typing import Any
 
-import driver_stand_in
-import memory_stand_in
-from memory_stand_in import Driver
+from stand_ins import c_module, memory_driver
+from stand_ins.memory_driver import Driver
 from torch_overlay._inductor.relaunch.launch import native
 from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
 
 
 DRIVER = (
-    memory_stand_in.DRIVER
+    memory_driver.DRIVER
     + r"""
 static int delivering;
 static int (*run_kernel)(const unsigned *, void **);
@@ -151,7 +150,7 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def _built() -> tuple[Any, ctypes.CDLL]:
-    return driver_stand_in.build_module(DRIVER, folder().name)
+    return c_module.build_module(DRIVER, folder().name)
 
 
 @functools.cache

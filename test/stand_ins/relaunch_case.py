@@ -6,11 +6,11 @@ import gc
 from unittest import mock
 
 import torch
-from relaunch_fakes import fake_device, native_module
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
+from stand_ins.relaunch_device import fake_device, native_module
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import first_runs, live, refusals
 from torch_overlay._inductor.relaunch.capture import make_graph

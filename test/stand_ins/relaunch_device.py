@@ -18,7 +18,6 @@ import weakref
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
-import relaunch_driver
 import torch
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from stand_ins import relaunch_driver
 from torch_overlay._inductor.relaunch import alignment
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations

@@ -16,6 +16,7 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
+from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
@@ -27,6 +28,11 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, map_arg
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.testing._internal.common_utils import TestCase
+
+import form  # noqa: F401
+from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.facts import note_fact
 
 
 if TYPE_CHECKING:
@@ -149,3 +155,22 @@ class Program:
         """Return the text of the module that is generated for the graph, whose kernels are not compiled."""
         with self.scheduled(**options):
             return V.graph.codegen()[0].value
+
+
+class ProgramCase(TestCase):
+    """Begins with an empty program, and knows no streams of earlier frames. `facts` are noted of each node, but for
+    those that a call names."""
+
+    facts: dict[str, Any] = {}
+
+    def setUp(self) -> None:
+        super().setUp()
+        for forget in (numbering.reset_user_object_tracking, registry.reset):
+            forget()
+            self.addCleanup(forget)
+        self.program = Program()
+
+    def call(self, target: Any, *args: Any, stream: int = 0, **fact: Any) -> Node:
+        node = self.program.call(target, *args, stream=stream)
+        note_fact(node, **{**self.facts, **fact})
+        return node

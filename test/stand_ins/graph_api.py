@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from captured_words import u64
-
+from stand_ins.captured_words import u64
 from torch_overlay._inductor.relaunch.graph import driver as cu
 
 

@@ -1,5 +1,5 @@
 """Lets torch.compile take the host for a GPU, so that what it compiles is captured and relaunched for real, by the
-stand-in device of `relaunch_fakes`.
+stand-in device of `relaunch_device`.
 
 Dynamo, AOTAutograd and Inductor run in full, up to the generated module: in its place the FX graph that it was
 generated from is run, an operator at a time.
@@ -22,7 +22,7 @@ from torch_overlay._inductor.relaunch import policy, runner
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from relaunch_fakes import FakeDevice
+    from stand_ins.relaunch_device import FakeDevice
 
 WHOLE = """
 def call(args):
