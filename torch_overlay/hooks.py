@@ -72,8 +72,8 @@ def replaced_by(reference: str) -> Callable[[Any], Any]:
 
 
 def override(instance: object, **methods: Callable[..., Any]) -> None:
-    """Make an object one of a subclass of its class, in which `methods` override those of their names. Each is called as
-    `method(original, instance, *args, **kwargs)`.
+    """Make an object one of a subclass of its class, in which `methods` override those of their names. Each is called
+    as `method(original, instance, *args, **kwargs)`.
     """
     key = tuple(methods.items())
     if key not in getattr(type(instance), "__overrides__", ()):
