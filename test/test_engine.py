@@ -35,6 +35,24 @@ if not form.PATCHED:
     from torch_overlay.seams import fingerprint, Seam
 
 
+MADE = """
+class Made:
+    def __init__(self, value):
+        self.value = value
+
+    def twice(self, x):
+        return 2 * x
+"""
+
+OVERRIDES = """
+from torch_overlay.hooks import override
+
+def made(original, made, value):
+    override(made, twice=times_ten)
+    original(made, value)
+"""
+
+
 @form.overlay_only
 class TestKinds(FakeUpstream):
     NAMES = ("plain", "cached", "Thing.static", "Thing.of_class", "Thing.prop", "Thing.once", "Thing.method")
@@ -270,6 +288,39 @@ class TestRefusals(FakeUpstream):
                         self.load()
                     error = self.refused("source_changed", self.seam("plain"), self.seam(name, impl, "replace"))
                     self.assertEqual(error.target, f"torchfake.upstream:{name}")
+
+    def test_a_method_that_is_overridden_changed_on_disk_or_was_replaced_in_memory(self) -> None:
+        seam = self.override_methods()
+        module = self.load()
+        with mock.patch.object(module.Made, "twice", lambda self, x: x):
+            error = self.refused("source_changed", self.seam("plain"), seam)
+            self.assertEqual(error.target, "torchfake.upstream:Made.twice")
+        self.installer(seam).enable()
+        self.forget()
+        self.write("torchfake/upstream.py", UPSTREAM + MADE.replace("2 * x", "x + x"))
+        self.refused("source_changed", self.seam("plain"), seam)
+
+    def override_methods(self) -> Seam:
+        self.write("torchfake/upstream.py", UPSTREAM + MADE)
+        self.write("torchfake_ours.py", OURS + OVERRIDES)
+        mark = fingerprint(MADE, "Made.__init__", "Made.twice")
+        target = "torchfake.upstream:Made.__init__"
+        return Seam(target, "torchfake_ours:made", "wrap", None, mark, "a test", methods=("twice",))
+
+    def test_methods_are_overridden_in_what_a_constructor_makes(self) -> None:
+        """Also in a library's subclass, whoever made it; a method that a library has replaced is called."""
+        installer = self.installer(self.override_methods())
+        module = self.load()
+        made_before, subclass = module.Made(1), type("Subclass", (module.Made,), {"twice": lambda self, x: -x})
+        installer.enable()
+        made, of_library = module.Made(2), subclass(3)
+        self.assertEqual((made_before.twice(1), made.twice(1), of_library.twice(1)), (2, 20, -10))
+        self.assertEqual((type(made).__name__, isinstance(made, module.Made), made.value), ("Made", True, 2))
+        self.assertIs(type(type(made)(4)), type(made))
+        with mock.patch.object(module.Made, "twice", lambda self, x: x + 6):
+            self.assertEqual(made.twice(1), 70)
+        installer.disable()
+        self.assertEqual((type(module.Made(5)), module.Made(5).twice(1)), (module.Made, 2))
 
     def test_a_decorator_that_changed_on_disk(self) -> None:
         self.write("torchfake/upstream.py", UPSTREAM.replace("lru_cache(None)", "lru_cache(8)"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo import graph_bytecode_inputs as upstream
 from torch._dynamo.test_case import TestCase
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch.testing._internal.inductor_utils import patch_inductor_backend
 
 import form  # noqa: F401
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -49,6 +52,40 @@ class TestHooks(TestCase):
 
             text = compile_only(fn, torch.randn(8, 8, device="cuda")).wrappers[0]
         self.assertEqual(text.count(".synchronize()"), 1, text)
+
+    def test_wrapper_that_a_library_registers_is_planned_too(self) -> None:
+        """By `register_backend_for_device`, Inductor's door for code generators."""
+        freed: list[object] = []
+
+        class Wrapper(PythonWrapperCodegen):
+            @staticmethod
+            def create(is_subgraph: bool, *args: Any) -> PythonWrapperCodegen:
+                return PythonWrapperCodegen.create(is_subgraph, *args) if is_subgraph else Wrapper()
+
+            def codegen_free(self, buffer: Any) -> None:
+                freed.append(buffer)
+                super().codegen_free(buffer)
+
+        def text() -> str:
+            side = torch.cuda.Stream()
+
+            def fn(x: torch.Tensor) -> torch.Tensor:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    y = x @ x
+                torch.cuda.current_stream().wait_stream(side)
+                return (x @ y) @ x
+
+            text = compile_only(fn, torch.randn(8, 8, device="cuda")).wrappers[0]
+            return text.partition("\n")[2]  # without its number
+
+        with simulated_gpu():
+            expected = text()
+            torch._dynamo.reset()
+            with patch_inductor_backend("cuda", python_wrapper_codegen=Wrapper):
+                self.assertEqual(text(), expected)
+        self.assertIn("region(", expected)
+        self.assertTrue(freed)
 
     def test_upstreams_own_offloading_compiles(self) -> None:
         options = {"enable_activation_offloading": True, "activation_offload_separate_stream": True}

@@ -137,8 +137,8 @@ class Seams:
         if seam.kind == "register":
             report.state, report.said = (UNCHANGED, "") if path else (GONE, f"there is no module {seam.module}")
             return report
-        before = _text(self.old, file_of(self.old, seam.module) or "", seam.qualname)
-        after = _text(self.new, path, seam.qualname)
+        before = _text(self.old, file_of(self.old, seam.module) or "", *seam.definitions)
+        after = _text(self.new, path, *seam.definitions)
         if after is None:
             return self._look_elsewhere(seam, report, path, before or "")
         if after != before:
@@ -153,7 +153,7 @@ class Seams:
             f"there is no module {seam.module}" if not path else f"{path} has no {seam.qualname}",
         )
         for other in self._homes.get(top, ()):
-            if other == path or (after := _text(self.new, other, seam.qualname)) is None:
+            if other == path or (after := _text(self.new, other, *seam.definitions)) is None:
                 continue
             where = f"it is in {other}"
             if after == before:
@@ -182,15 +182,15 @@ def _parsed(text: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _text(tree: Tree, path: str, qualname: str) -> str | None:
-    """Return the text of a definition; None if the file doesn't have it."""
+def _text(tree: Tree, path: str, *qualnames: str) -> str | None:
+    """Return the text of definitions; None if the file doesn't have them."""
     from torch_overlay.seams import DefinitionNotFound, find_definition, segment
 
     text = tree.read(path) if path else None
     if text is None:
         return None
     try:
-        return segment(text, find_definition(_parsed(text), qualname))
+        return "\n".join(segment(text, find_definition(_parsed(text), name)) for name in qualnames)
     except DefinitionNotFound:
         return None
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Fingerprints of upstream definitions, for whoever adds a seam or moves the project to another base.
 
-    python tools/fingerprint.py torch._inductor.scheduler:Scheduler.can_fuse    print one
+    python tools/fingerprint.py torch._inductor.scheduler:Scheduler.can_fuse    print one; of a constructor and methods
+                                that are overridden: torch._inductor.scheduler:Scheduler.__init__,can_fuse,_codegen
     python tools/fingerprint.py --write      rewrite torch_overlay/base.json from the installed torch and the seam table
     python tools/fingerprint.py --check      compare the table and base.json with the installed torch
 
@@ -33,9 +34,11 @@ def module_file(root: Path, module: str) -> Path:
 
 
 def print_fingerprint(root: Path, target: str) -> None:
-    module, _, qualname = target.partition(":")
+    module, _, names = target.partition(":")
+    qualname, *methods = names.split(",")
+    owner = qualname.rpartition(".")[0]
     source = (root / module_file(root, module)).read_bytes().decode()
-    print(fingerprint(source, qualname), target)
+    print(fingerprint(source, qualname, *(f"{owner}.{name}" for name in methods)), target)
 
 
 def recorded() -> dict[str, object]:
@@ -74,7 +77,7 @@ def differences(root: Path) -> list[str]:
         if not seam.fingerprint:
             continue
         try:
-            actual = fingerprint((root / module_file(root, seam.module)).read_bytes().decode(), seam.qualname)
+            actual = fingerprint((root / module_file(root, seam.module)).read_bytes().decode(), *seam.definitions)
         except (DefinitionNotFound, FileNotFoundError):
             actual = "no such definition"
         if actual != seam.fingerprint:

@@ -15,6 +15,11 @@ An implementation of `wrapped_by` is called as `implementation(original, *args, 
 upstream object to the implementation and puts the result in its place. `registered_by` calls the implementation with
 the upstream module, once, when that module is loaded; the implementation returns a callable that undoes the
 registration.
+
+Note [Subclasses of upstream's objects]
+Where several methods of a class are ours, one hook is around its constructor, and makes the object one of a subclass
+that overrides them (`override`). Upstream's class stays as it is, a library's own subclass of it gets the overrides,
+too, and what a library has put into the class is called as upstream's method would be.
 """
 
 from __future__ import annotations
@@ -64,6 +69,34 @@ def replaced_by(reference: str) -> Callable[[Any], Any]:
         return resolve(reference)(original)
 
     return decorate
+
+
+def override(instance: object, **methods: Callable[..., Any]) -> None:
+    """Make an object one of a subclass of its class, in which `methods` override those of their names. Each is called
+    as `method(original, instance, *args, **kwargs)`.
+    """
+    key = tuple(methods.items())
+    if key not in getattr(type(instance), "__overrides__", ()):
+        instance.__class__ = _overriding(type(instance), key)
+
+
+@functools.cache
+def _overriding(base: type, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> type:
+    def overriding(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(super(subclass, self), name)(*args, **kwargs)
+
+        @functools.wraps(getattr(base, name))
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return implementation(original, self, *args, **kwargs)
+
+        return method
+
+    body: dict[str, Any] = {name: overriding(name, implementation) for name, implementation in methods}
+    body |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body["__overrides__"] = (*getattr(base, "__overrides__", ()), methods)
+    subclass = type(base)(base.__name__, (base,), body)
+    return subclass
 
 
 def registered_by(reference: str, module_name: str) -> Callable[[], None]:

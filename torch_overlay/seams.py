@@ -12,6 +12,8 @@ Kinds:
               returns a callable that undoes the registration (hooks.registered_by)
 
 A fingerprint covers one definition, decorators included, and not its file: unrelated edits of the file don't matter.
+The fingerprint of a constructor also covers the methods that our function overrides in the object
+(Note [Subclasses of upstream's objects] of `hooks`).
 This module finds definitions in source text without importing them. `tools/fingerprint.py` prints fingerprints.
 """
 
@@ -44,7 +46,7 @@ class Seam:
     kind: Kind
     # Slug of the patch that carries the seam; None for a seam that only the overlay form needs.
     patch: str | None
-    # First 16 hex digits of the SHA-256 of the upstream definition; empty for kind "register".
+    # First 16 hex digits of the SHA-256 of the upstream definition, and of those of `methods`; empty for "register".
     fingerprint: str
     why: str
     upstream: str = ""
@@ -52,6 +54,8 @@ class Seam:
     # Objects, other than modules, that captured the function by value, as paths:
     # "torch.module:Class.table[key].attribute".
     holders: tuple[str, ...] = ()
+    # Other methods of the target's class that the implementation overrides in the object: hooks.override.
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         module, colon, name = self.target.partition(":")
@@ -67,6 +71,12 @@ class Seam:
     @property
     def qualname(self) -> str:
         return self.target.partition(":")[2]
+
+    @property
+    def definitions(self) -> tuple[str, ...]:
+        """Names of the upstream definitions that the implementation was written against."""
+        owner = self.qualname.rpartition(".")[0]
+        return (self.qualname, *(f"{owner}.{name}" for name in self.methods))
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,8 @@ def hook_line(node: Definition) -> int:
     return node.lineno
 
 
-def fingerprint(source: str, qualname: str, tree: ast.Module | None = None) -> str:
-    """Return the fingerprint of the definition of `qualname` in a module's source text."""
-    node = find_definition(tree or ast.parse(source), qualname)
-    return hashlib.sha256(segment(source, node).encode()).hexdigest()[:16]
+def fingerprint(source: str, *qualnames: str) -> str:
+    """Return the fingerprint of definitions in a module's source text."""
+    tree = ast.parse(source)
+    text = "".join(segment(source, find_definition(tree, name)) for name in qualnames)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ class Need(NamedTuple):
 
 
 COLLECTIVE = Need("torch._inductor.utils:is_cudagraph_unsafe_fx_node", "collectives are split off")
-BRANCH = Need("torch._inductor.ir:Switch.create", "a condition that the host reads is split off")
+BRANCH = Need("torch._inductor.lowering:", "a condition that the host reads is split off")
 NUMBER = Need(
     "torch._inductor.output_code:CompiledFxGraph.__init__",
     "a number that no size depends on is a parameter of one graph",

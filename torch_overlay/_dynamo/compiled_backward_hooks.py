@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch_overlay._dynamo import backward_tables, compiled_backward
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._stream_handling import handles_streams
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple
     if (table := backward_tables.table_of(node)) is not None:
         backward_tables.add(table)
     return original(node)
+
+
+def compiler_init(original: Callable[..., None], compiler: Any, *args: Any) -> None:
+    """Wrap the constructor of compiled autograd's instance."""
+    override(compiler, proxy_call_aot_backward=copy_backward, end_capture=end_capture)
+    original(compiler, *args)
 
 
 def copy_backward(

@@ -16,6 +16,7 @@ from torch._dynamo.variables.streams import StreamContextVariable, StreamVariabl
 
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.state import handled
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ def create(
             hints=[*graph_break_hints.USER_ERROR],
         )
     return StreamContextVariable(stream, **kwargs)
+
+
+def context_init(original: Callable[..., None], context: StreamContextVariable, *args: Any, **kwargs: Any) -> None:
+    override(context, enter=enter, exit=exit)
+    original(context, *args, **kwargs)
 
 
 def enter(

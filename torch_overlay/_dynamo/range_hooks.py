@@ -6,6 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._dynamo.ranges import close_record, finish, name_of, open_record
 from torch_overlay._dynamo.state import handled
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 def create(original: Callable[..., Any], func: Any, record_args: Any, record_kwargs: Any, **kwargs: Any) -> Any:
     context = original(func, record_args, record_kwargs, **kwargs)
+    override(context, enter=enter, exit=exit)
     context.overlay_name = name_of(record_args, record_kwargs)
     return context
 

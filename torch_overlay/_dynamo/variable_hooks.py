@@ -13,6 +13,7 @@ from torch_overlay._dynamo.manual_contexts import bind, unbound_method
 from torch_overlay._dynamo.methods import stream_compare
 from torch_overlay._dynamo.run_time_values import branch_error
 from torch_overlay._dynamo.state import handled
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def resolve_cls_descriptor(
     """Wrap the look-up of a class attribute that is a descriptor: `__enter__` and `__exit__` of contexts."""
     found = unbound_method(tx, variable.value, name, descriptor)
     return found or original(variable, tx, name, descriptor, source)
+
+
+def stream_init(original: Callable[..., None], stream: StreamVariable, *args: Any, **kwargs: Any) -> None:
+    override(stream, tp_richcompare_impl=compare, reconstruct=reconstruct)
+    original(stream, *args, **kwargs)
 
 
 def compare(

@@ -77,7 +77,7 @@ class Change:
             return "original"
         module = sys.modules.get(self.seam.module)
         can_be_new = self.seam.kind == "wrap" and module is not None
-        return "new" if can_be_new and verify.is_upstreams_own(function, self.seam, module) else "other"
+        return "new" if can_be_new and verify.is_upstreams_own(function, self.seam.qualname, module) else "other"
 
 
 class Installer:

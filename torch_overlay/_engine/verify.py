@@ -123,7 +123,7 @@ def check_files(root: Path, seams: Iterable[Seam]) -> list[str]:
 
 def check_fingerprint(seam: Seam, source: str) -> None:
     try:
-        found = fingerprint(source, seam.qualname)
+        found = fingerprint(source, *seam.definitions)
     except (DefinitionNotFound, SyntaxError):
         raise missing(seam, f"a definition of {seam.qualname}", "none in the source file") from None
     if found != seam.fingerprint:
@@ -211,17 +211,25 @@ def find_place(seam: Seam, module: ModuleType) -> Place:
             "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path. If "
             "another library has put back a hook that it saved, take that out.",
         )
-    if seam.kind == "wrap" and not is_upstreams_own(place.original, seam, module):
-        code = getattr(place.original, "__code__", None)
+    if seam.kind == "wrap":
+        for definition in seam.definitions:
+            check_own(vars(owner).get(definition.rpartition(".")[2]), definition, seam, module)
+    return place
+
+
+def check_own(raw: Any, qualname: str, seam: Seam, module: ModuleType) -> None:
+    """Check that an object is what the module's source defines under a name."""
+    found = unwrap_descriptor(raw)
+    if not is_upstreams_own(found, qualname, module):
+        code = getattr(found, "__code__", None)
         where = f" from {code.co_filename}:{code.co_firstlineno}" if code else ""
         raise OverlayError(
             "source_changed",
-            seam.target,
+            seam.target if qualname == seam.qualname else f"{seam.module}:{qualname}",
             f"the function that {module.__file__} defines",
-            f"{place.original!r}{where}",
+            f"{found!r}{where}",
             "Another library replaced it in memory: import torch_overlay before that library, or leave one out.",
         )
-    return place
 
 
 def current(seam: Seam, module: ModuleType) -> Any:
@@ -235,7 +243,7 @@ def current(seam: Seam, module: ModuleType) -> Any:
     return vars(owner).get(name)
 
 
-def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
+def is_upstreams_own(value: Any, qualname: str, module: ModuleType) -> bool:
     """True if this is the function that the module's source defines, under upstream's own decorators at most, and no
     function around a hook.
     """
@@ -246,7 +254,7 @@ def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
         kind = type(value)  # not its __class__: a proxy has the __class__ and __code__ of the object that it stands for
         if kind is FunctionType:
             code = value.__code__
-            if code.co_filename == module.__file__ and code.co_qualname == seam.qualname:
+            if code.co_filename == module.__file__ and code.co_qualname == qualname:
                 return True
             if not code.co_filename.startswith((own_tree, contextlib.__file__, functools.__file__)):
                 return False

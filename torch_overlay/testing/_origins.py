@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -20,7 +21,7 @@ from torch_overlay.testing import _text
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -50,15 +51,15 @@ class Origins:
         from torch._inductor.codegen.wrapper import PythonWrapperCodegen
         from torch._inductor.scheduler import Scheduler
 
-        enter, call, finish = (
-            Scheduler.enter_context,
-            KernelGroup.call_kernel,
-            PythonWrapperCodegen.run_wrapper_ir_passes,
-        )
+        make_scheduler, call, make_wrapper = Scheduler.__init__, KernelGroup.call_kernel, PythonWrapperCodegen.__init__
 
-        def mark_node(scheduler: Any, node: Any) -> None:
+        def marking_scheduler(scheduler: Any, nodes: Any) -> None:
+            make_scheduler(scheduler, nodes)
+            scheduler.enter_context = functools.partial(mark_node, scheduler.enter_context, scheduler)
+
+        def mark_node(enter: Callable[..., None], scheduler: Any, node: Any) -> None:
             self.mark(V.graph.wrapper_code, [node])
-            enter(scheduler, node)
+            enter(node)
 
         def mark_host_kernel(group: Any, wrapper: Any, name: str) -> None:
             """Mark a kernel of the host, which is called when a later node has begun."""
@@ -68,14 +69,18 @@ class Origins:
             if begun is not None:
                 wrapper.lines.append(begun)
 
-        def write_marks(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-            finish(wrapper, *args, **kwargs)
+        def marking_wrapper(wrapper: Any) -> None:
+            make_wrapper(wrapper)
+            wrapper.run_wrapper_ir_passes = functools.partial(write_marks, wrapper.run_wrapper_ir_passes, wrapper)
+
+        def write_marks(finish: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            finish(*args, **kwargs)
             wrapper.lines = [line.text if isinstance(line, _Mark) else line for line in wrapper.lines]
 
         with (
-            mock.patch.object(Scheduler, "enter_context", mark_node),
+            mock.patch.object(Scheduler, "__init__", marking_scheduler),
             mock.patch.object(KernelGroup, "call_kernel", mark_host_kernel),
-            mock.patch.object(PythonWrapperCodegen, "run_wrapper_ir_passes", write_marks),
+            mock.patch.object(PythonWrapperCodegen, "__init__", marking_wrapper),
         ):
             yield
 

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 
+from torch_overlay.hooks import override
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,6 +59,15 @@ def _raise(text: str) -> None:
     raise Unplaced(text)
 
 
+_reports: list[Callable[[str], None]] = []  # of the contexts that this process is in
+
+
+def _checked_end_pass(original: Callable[..., None], observer: Any, kind: Any, error: Any, traceback: Any) -> None:
+    original(observer, kind, error, traceback)
+    for report in _reports if kind is None else ():
+        _check(observer.gm.graph, f"the pass {observer.passname}", report)
+
+
 @contextlib.contextmanager
 def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
     """Check the graphs that are compiled inside: after each pass, after a joint graph is partitioned, and when all
@@ -66,13 +77,12 @@ def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-    end_pass, lower = GraphTransformObserver.__exit__, GraphLowering.__init__
+    observe_pass, lower = GraphTransformObserver.__init__, GraphLowering.__init__
     part = graph_compile._partition_joint_graph_into_fw_bw
 
-    def checked_end_pass(observer: Any, kind: Any, error: Any, traceback: Any) -> None:
-        end_pass(observer, kind, error, traceback)
-        if kind is None:
-            _check(observer.gm.graph, f"the pass {observer.passname}", report)
+    def observe_checked_pass(observer: Any, *args: Any, **kwargs: Any) -> None:
+        observe_pass(observer, *args, **kwargs)
+        override(observer, __exit__=_checked_end_pass)
 
     def checked_lower(lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
         _check(gm.graph, "all passes", report)
@@ -85,11 +95,15 @@ def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
         return forward, backward, *rest
 
     with (
-        mock.patch.object(GraphTransformObserver, "__exit__", checked_end_pass),
+        mock.patch.object(GraphTransformObserver, "__init__", observe_checked_pass),
         mock.patch.object(GraphLowering, "__init__", checked_lower),
         mock.patch.object(graph_compile, "_partition_joint_graph_into_fw_bw", checked_part),
     ):
-        yield
+        _reports.append(report)
+        try:
+            yield
+        finally:
+            _reports.pop()
 
 
 __all__ = ["placement_checked", "Unplaced", "unplaced"]

@@ -16,11 +16,18 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay.hooks import override
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.fx import Graph, Node
+
+
+def mover_init(original: Callable[..., None], mover: Any, *args: Any, **kwargs: Any) -> None:
+    override(mover, cannot_be_moved=cannot_be_moved, __call__=move)
+    original(mover, *args, **kwargs)
 
 
 def cannot_be_moved(original: Callable[..., bool], mover: Any, node: Node) -> bool:
@@ -42,4 +49,4 @@ def _is_made_on_host(node: Node) -> bool:
     return node.op == "call_function" and isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-__all__ = ["cannot_be_moved", "move"]
+__all__ = ["mover_init"]

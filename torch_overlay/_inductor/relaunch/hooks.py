@@ -144,21 +144,11 @@ def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> b
 def log_graph_partitions(
     original: Callable[..., None], scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]
 ) -> None:
-    """Seam of Scheduler._log_graph_partitions: note each partition."""
+    """Override Scheduler._log_graph_partitions: note each partition."""
     from torch._inductor.virtualized import V
 
     partitions.note(V.graph, scheduler, parts, signatures)
     original(scheduler, parts, signatures)
-
-
-def create_switch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Seam of ir.Switch.create: the lowering of torch.cond and switch has just taken the graph from the whole
-    code."""
-    from torch._inductor.virtualized import V
-
-    if config.cudagraphs == "relaunch":
-        partitions.give_back_graphs(V.graph)
-    return original(*args, **kwargs)
 
 
 def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
@@ -173,7 +163,7 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
 
 
 def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
-    """Seam: give each buffer its own memory, if kernels may run side by side."""
+    """Override: give each buffer its own memory, if kernels may run side by side."""
     from torch._inductor.virtualized import V
 
     from torch_overlay._inductor.streams.codegen import has_streams

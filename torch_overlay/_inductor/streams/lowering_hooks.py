@@ -12,6 +12,7 @@ from torch_overlay._inductor.streams import copy_log, lowering as streams
 from torch_overlay._inductor.streams.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
 from torch_overlay._inductor.streams.schedule_order import order_blocking_operations, order_stream_operations
 from torch_overlay._stream_handling import handles_streams
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+    override(lowering, run_node=run_node)
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         offload_codegen.register()
     has_streams = handles_streams() and is_placed_program(gm.graph)

@@ -6,6 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.streams import fx_passes, scatters_in_place
 from torch_overlay._stream_handling import handles_streams
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
     from torch_overlay._inductor.streams.pass_log import PassLog
+
+
+def observer_init(original: Callable[..., None], observer: GraphTransformObserver, *args: Any, **kwargs: Any) -> None:
+    override(observer, __enter__=begin_pass, __exit__=end_pass, apply_graph_pass=apply_graph_pass)
+    original(observer, *args, **kwargs)
 
 
 def begin_pass(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
@@ -37,12 +43,16 @@ def end_pass(
         fx_passes.end_pass(observer.gm, log, failed=kind is not None)
 
 
-def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> None:
-    """Skip the pass in a graph with streams. Upstream moves producers to just before their consumer: for a side
-    stream's branch that is the latest moment at which it can be launched, after all the work that it was to run beside.
+def apply_graph_pass(
+    original: Callable[..., Any], observer: GraphTransformObserver, run: Callable[[Graph], Any]
+) -> Any:
+    """Skip `reorder_for_locality` in a graph with streams. Upstream moves producers to just before their consumer: for
+    a side stream's branch that is the latest moment at which it can be launched, after all the work that it was to run
+    beside.
     """
-    if not (handles_streams() and fx_passes.has_streams(graph)):
-        original(graph)
+    if observer.passname == "reorder_for_locality" and handles_streams() and fx_passes.has_streams(observer.gm.graph):
+        return None
+    return original(observer, run)
 
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:

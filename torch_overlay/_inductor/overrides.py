@@ -1,0 +1,46 @@
+"""Has Inductor's schedulers and wrappers be of subclasses that override methods (seams of their constructors)."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.offload.hooks import compute_last_usage
+from torch_overlay._inductor.relaunch import hooks as relaunch
+from torch_overlay._inductor.streams import codegen, foreach, lowering_hooks
+from torch_overlay.hooks import override
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequence[Any]) -> None:
+    override(
+        scheduler,
+        compute_dependencies=lowering_hooks.compute_dependencies,
+        _populate_stream_assignments=foreach.populate_stream_assignments,
+        compute_last_usage=compute_last_usage,
+        should_partition=codegen.should_partition,
+        _log_graph_partitions=relaunch.log_graph_partitions,
+        _codegen=codegen.codegen,
+        _codegen_partitions=codegen.codegen_partitions,
+        enter_context=codegen.enter_context,
+        generate_stream_ctx_switching=codegen.generate_stream_ctx_switching,
+        get_buf_stream=codegen.get_buf_stream,
+        has_cross_stream_hazard=codegen.has_cross_stream_hazard,
+    )
+    original(scheduler, nodes)
+
+
+def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
+    override(
+        wrapper,
+        codegen_device_guard_enter=codegen.codegen_device_guard_enter,
+        codegen_free=codegen.codegen_free,
+        generate_fallback_kernel=codegen.generate_fallback_kernel,
+        codegen_deferred_alignment_copies=codegen.codegen_deferred_alignment_copies,
+        sync_d2h_copy=codegen.sync_d2h_copy,
+        run_wrapper_ir_passes=codegen.run_wrapper_ir_passes,
+        memory_plan_reuse=relaunch.memory_plan_reuse,
+    )
+    original(wrapper)
