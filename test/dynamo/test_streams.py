@@ -1,6 +1,6 @@
 """Streams and events in Dynamo: what traces, what the graph says, and what the run sees.
 
-The graphs are Dynamo's, one node a line. `@n` is the stream that a node is placed on, by index; index 0 is the stream
+The graphs are Dynamo's, node by node. `@n` is the stream that a node is placed on, by index; index 0 is the stream
 that is current when the function is called. Lines that only look an object up are left out. The backend runs them as
 they are, on a simulated GPU that logs what is done to streams and events.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import re
 import threading
 import weakref
@@ -118,6 +119,12 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
         self.assertEqual(self.log[before : graphs.traced_at], [])
         return result, graphs
 
+    def expect(self, traced: Any, text: str) -> None:
+        """The graphs, or those of a function of the fields that its parameters name."""
+        if not isinstance(traced, (Graphs, str)):
+            traced = self.trace(traced, *(getattr(self, name) for name in inspect.signature(traced).parameters))[1]
+        self.assertEqual(str(traced).replace("\n", "; "), text)
+
     def during(self, fn: Callable[..., object], *args: Any) -> list[str]:
         """What the call does to streams and events."""
         before = len(self.log)
@@ -127,61 +134,34 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
 
 class TestContexts(StreamTestCase):
     def test_with_stream_places_the_block(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             y = x + 1
             with s:
                 y = y * 2
             return y - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3)
-return sub""",
-        )
+        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
 
     def test_stream_context_function_and_class(self) -> None:
-        s, s2 = self.s, self.s2
-
-        def fn(x):
+        def fn(x, s, s2):
             with torch.cuda.stream(s):
                 y = x * 2
             with torch.cuda.StreamContext(s2):
                 return y - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-mul = mul(l_x_, 2) @1
-sub = sub(mul, 3) @2
-return sub""",
-        )
+        self.expect(fn, "mul = mul(l_x_, 2) @1; sub = sub(mul, 3) @2; return sub")
 
     def test_stream_none_does_nothing(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             with torch.cuda.stream(None):
                 y = x + 1
             with s, torch.cuda.StreamContext(None):
                 return y * 2
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-return mul""",
-        )
+        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; return mul")
 
     def test_nested_streams_restore_the_outer_one(self) -> None:
-        s, s2 = self.s, self.s2
-
-        def fn(x):
+        def fn(x, s, s2):
             with s:
                 y = x + 1
                 with torch.cuda.stream(s2):
@@ -189,20 +169,14 @@ return mul""",
                 y = y - 3
             return y / 4
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2) @2
-sub = sub(mul, 3) @1
-truediv = truediv(sub, 4)
-return truediv""",
+        self.expect(
+            fn,
+            "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); "
+            "return truediv",
         )
 
     def test_stream_entered_inside_its_own_block(self) -> None:
-        s, s2 = self.s, self.s2
-
-        def fn(x):
+        def fn(x, s, s2):
             with s:
                 with s2:
                     with s:
@@ -211,14 +185,10 @@ return truediv""",
                 y = y - 3
             return y / 4
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2) @2
-sub = sub(mul, 3) @1
-truediv = truediv(sub, 4)
-return truediv""",
+        self.expect(
+            fn,
+            "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); "
+            "return truediv",
         )
 
     def test_entering_the_current_stream_is_index_0(self) -> None:
@@ -227,30 +197,17 @@ return truediv""",
                 return x + 1
 
         _, graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @0
-return add""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @0; return add")
         self.assertEqual([info.index for info in graphs.objects[0]], [0])
 
     def test_with_stream_as_gives_the_stream(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             with s as inner:
                 y = x + 1
             inner.synchronize()
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-synchronize_stream = synchronize_stream(1)
-return add""",
-        )
+        self.expect(fn, "add = add(l_x_, 1) @1; synchronize_stream = synchronize_stream(1); return add")
 
     def test_context_made_before_the_function(self) -> None:
         context = torch.cuda.stream(self.s)
@@ -259,17 +216,10 @@ return add""",
             with context:
                 return x + 1
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-return add""",
-        )
+        self.expect(fn, "add = add(l_x_, 1) @1; return add")
 
     def test_context_used_twice(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             context = torch.cuda.stream(s)
             with context:
                 y = x + 1
@@ -277,14 +227,7 @@ return add""",
             with context:
                 return y - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2)
-sub = sub(mul, 3) @1
-return sub""",
-        )
+        self.expect(fn, "add = add(l_x_, 1) @1; mul = mul(add, 2); sub = sub(mul, 3) @1; return sub")
 
     def test_context_in_an_inlined_function(self) -> None:
         s = self.s
@@ -296,19 +239,10 @@ return sub""",
         def fn(x):
             return side(x + 1) - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3)
-return sub""",
-        )
+        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
 
     def test_exception_in_the_block_leaves_it(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             try:
                 with s:
                     y = x + 1
@@ -316,13 +250,7 @@ return sub""",
             except ValueError:
                 return y * 2
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2)
-return mul""",
-        )
+        self.expect(fn, "add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
 
     def test_annotations_end_with_the_frame(self) -> None:
         s = self.s
@@ -339,12 +267,7 @@ return mul""",
 
         with self.assertRaises(torch._dynamo.exc.Unsupported):
             self.trace(fails, self.x)
-        self.assertExpectedInline(
-            str(self.trace(plain, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-return add""",
-        )
+        self.expect(str(self.trace(plain, self.x)[1]), "add = add(l_x_, 1); return add")
 
 
 class TestCurrentStream(StreamTestCase):
@@ -360,13 +283,9 @@ class TestCurrentStream(StreamTestCase):
             return y, default
 
         (_, default), graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-wait_stream = wait_stream(1, 0)
-add = add(l_x_, 1) @1
-wait_stream_1 = wait_stream(0, 1)
-return add""",
+        self.expect(
+            graphs,
+            "wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add",
         )
         self.assertEqual(default, torch.cuda.default_stream())
 
@@ -452,14 +371,10 @@ return add""",
             return y, torch.cuda.current_stream()
 
         (_, current), graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3) @2
-truediv = truediv(sub, 4) @1
-return truediv""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3) @2; truediv = truediv(sub, 4) @1; "
+            "return truediv",
         )
         self.assertEqual(current, s)
         self.assertEqual(torch.cuda.current_stream(), s)
@@ -474,13 +389,7 @@ return truediv""",
             return y * 2
 
         _, graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @2
-mul = mul(add, 2)
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @2; mul = mul(add, 2); return mul")
         self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
 
     def test_set_stream_in_an_inlined_function_lasts(self) -> None:
@@ -492,12 +401,7 @@ return mul""",
             return x + 1
 
         _, graphs = self.trace(fn, self.x, self.s)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @1; return add")
         self.assertEqual(torch.cuda.current_stream(), self.s)
 
     def test_set_stream_back_leaves_the_caller_where_it_was(self) -> None:
@@ -513,13 +417,7 @@ return add""",
         with self.s2:
             _, graphs = self.trace(fn, self.x)
             self.assertEqual(torch.cuda.current_stream(), self.s2)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2) @0
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @1; mul = mul(add, 2) @0; return mul")
 
     def test_set_stream_without_other_work(self) -> None:
         def fn(x, s):
@@ -534,32 +432,21 @@ return mul""",
             torch.cuda.set_stream(None)
             return x + 1
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-return add""",
-        )
+        self.expect(fn, "add = add(l_x_, 1); return add")
 
 
 class TestSyncs(StreamTestCase):
     def test_fork_and_join_by_wait_stream(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             s.wait_stream(torch.cuda.current_stream())
             with s:
                 y = x + 1
             torch.cuda.current_stream().wait_stream(stream=s)
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-wait_stream = wait_stream(1, 0)
-add = add(l_x_, 1) @1
-wait_stream_1 = wait_stream(0, 1)
-return add""",
+        self.expect(
+            fn,
+            "wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add",
         )
 
     def test_event_methods(self) -> None:
@@ -604,13 +491,9 @@ return add""",
             return y, done
 
         (_, done), graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-record_event = record_event(2, 1) @1
-wait_event = wait_event(2, 0)
-return add""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 0); return add",
         )
         self.assertIs(type(done), torch.cuda.Event)
 
@@ -624,35 +507,26 @@ return add""",
 
         event = torch.cuda.Event()
         (_, same), graphs = self.trace(fn, self.x, event)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-record_event = record_event(2, 1)
-record_event_1 = record_event(2, 1)
-add = add(l_x_, 1)
-return add""",
+        self.expect(
+            graphs,
+            "record_event = record_event(2, 1); record_event_1 = record_event(2, 1); add = add(l_x_, 1); return add",
         )
         self.assertIs(same, event)
 
     def test_event_recorded_after_an_input_mutation(self) -> None:
         """Upstream refuses (pytorch#195573). The order of the write-back is the lower layers' business."""
-        s = self.s
 
-        def fn(x):
+        def fn(x, s):
             with s:
                 x.add_(1)
                 done = s.record_event()
             done.wait()
             return x * 2
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add_ = add_(l_x_, 1) @1
-record_event = record_event(2, 1) @1
-wait_event = wait_event(2, 0)
-mul = mul(l_x_, 2)
-return mul""",
+        self.expect(
+            fn,
+            "add_ = add_(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 0); "
+            "mul = mul(l_x_, 2); return mul",
         )
 
     def test_synchronize_functions(self) -> None:
@@ -676,40 +550,27 @@ return add""",
         )
 
     def test_record_stream(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             y = x + 1
             y.record_stream(s)
             y.record_stream(torch.cuda.current_stream())
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-record_stream = record_stream(add, 1)
-record_stream_1 = record_stream(add, 0)
-return add""",
+        self.expect(
+            fn,
+            "add = add(l_x_, 1); record_stream = record_stream(add, 1); record_stream_1 = record_stream(add, 0); "
+            "return add",
         )
 
     def test_deleting_a_tensor_of_two_streams_adds_no_sync(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             with s:
                 y = x + 1
             z = y * 2
             del y
             return z
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2)
-return mul""",
-        )
+        self.expect(fn, "add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
 
     def test_wrong_argument_is_refused(self) -> None:
         def fn(x, s):
@@ -1063,22 +924,14 @@ return mul""",
 
         compiled, graphs = self.compile(fn)
         compiled(self.x, event)
-        self.assertExpectedInline(
+        self.expect(
             graphs.texts[0],
-            """\
-record_event = record_event(1, 0)
-wait_event = wait_event(1, 0)
-add = add(l_x_, 1)
-return add""",
+            "record_event = record_event(1, 0); wait_event = wait_event(1, 0); add = add(l_x_, 1); return add",
         )
         compiled(self.x, torch.cuda.Event())
-        self.assertExpectedInline(
+        self.expect(
             graphs.texts[1],
-            """\
-record_event = record_event(1, 0)
-wait_event = wait_event(2, 0)
-add = add(l_x_, 1)
-return add""",
+            "record_event = record_event(1, 0); wait_event = wait_event(2, 0); add = add(l_x_, 1); return add",
         )
 
     def test_event_returned_is_the_one_recorded(self) -> None:
@@ -1177,14 +1030,10 @@ return add""",
             _, stream, handle = compiled(self.x, pointer)
             self.assertEqual((stream.cuda_stream, type(stream)), (pointer, torch.cuda.ExternalStream))
             self.assertEqual(handle, pointer)
-        self.assertExpectedInline(
+        self.expect(
             graphs.texts[0],
-            """\
-add = add(l_x_, 1) @2
-mul = mul(add, 2) @1
-stream_handle_default = stream_handle(1) @1
-item = item(stream_handle_default) @1
-return mul, item""",
+            "add = add(l_x_, 1) @2; mul = mul(add, 2) @1; stream_handle_default = stream_handle(1) @1; "
+            "item = item(stream_handle_default) @1; return mul, item",
         )
 
     def test_attributes(self) -> None:
@@ -1500,15 +1349,9 @@ class TestGraphBreaks(StreamTestCase):
             return y - 3
 
         _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2) @1
-sub = sub(mul, 3)
-return sub""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 3); return sub",
         )
         self.assertEqual(seen, [s])
         self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
@@ -1547,20 +1390,10 @@ return sub""",
             return y / 4
 
         _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2) @1
-return mul
-----
-sub = sub(l_y_, 3) @1
-return sub
-----
-truediv = truediv(l_y_, 4)
-return truediv""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul; ----; "
+            "sub = sub(l_y_, 3) @1; return sub; ----; truediv = truediv(l_y_, 4); return truediv",
         )
         self.assertEqual(seen, [s, s, torch.cuda.default_stream()])
 
@@ -1574,15 +1407,7 @@ return truediv""",
             return y, s
 
         _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2) @1
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul")
 
     def test_stream_alive_across_a_break_stays_a_stream(self) -> None:
         """pytorch#187472, #184487: it became a StreamContext, and waits after the break were left out."""
@@ -1599,17 +1424,11 @@ return mul""",
             return y * 2, local
 
         (_, local), graphs = self.trace(fn, self.x, self.s, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @2
-record_event = record_event(1, 2) @2
-return add
-----
-wait_event = wait_event(1, 0)
-record_stream = record_stream(l_y_, 2)
-mul = mul(l_y_, 2)
-return mul""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @2; record_event = record_event(1, 2) @2; return add; ----; "
+            "wait_event = wait_event(1, 0); record_stream = record_stream(l_y_, 2); mul = mul(l_y_, 2); "
+            "return mul",
         )
         self.assertIs(local, self.s)
 
@@ -1624,15 +1443,7 @@ return mul""",
                 return y * 2
 
         _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1)
-return add
-----
-mul = mul(l_y_, 2) @1
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1); return add; ----; mul = mul(l_y_, 2) @1; return mul")
 
     def test_set_stream_before_a_break_holds_for_it_and_after(self) -> None:
         s = self.s
@@ -1649,15 +1460,7 @@ return mul""",
             return y * 2, torch.cuda.current_stream()
 
         (_, current), graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2)
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2); return mul")
         self.assertEqual([*seen, current, torch.cuda.current_stream()], [s, s, s])
 
     def test_set_stream_inside_a_block_holds_across_a_break(self) -> None:
@@ -1677,15 +1480,9 @@ return mul""",
             return y - 3
 
         _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @2
-return add
-----
-mul = mul(l_y_, 2) @1
-sub = sub(mul, 3)
-return sub""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @2; return add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 3); return sub",
         )
         self.assertEqual([*seen, torch.cuda.current_stream()], [s2, torch.cuda.default_stream()])
 
@@ -1732,13 +1529,7 @@ class TestTwoDevices(StreamTestCase):
 
         compiled, graphs = self.compile(fn)
         _, there, same, equal = compiled(self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-wait_stream = wait_stream(1, 0)
-add = add(l_x_, 1)
-return add""",
-        )
+        self.expect(graphs, "wait_stream = wait_stream(1, 0); add = add(l_x_, 1); return add")
         self.assertEqual((there, same, equal), (torch.cuda.current_stream(1), True, False))
         with torch.cuda.stream(self.t):
             pass
@@ -1797,29 +1588,19 @@ return add""",
 
 class TestContextsEnteredByCalls(StreamTestCase):
     def test_exit_stack(self) -> None:
-        s = self.s
-
-        def fn(x):
+        def fn(x, s):
             y = x + 1
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.cuda.stream(s))
                 y = y * 2
             return y - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3) @0
-return sub""",
-        )
+        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3) @0; return sub")
 
     def test_exit_stack_that_is_closed_behind_another_block_goes_back_into_it(self) -> None:
         """As in eager: the context remembers the stream that was current when it was entered."""
-        s, s2 = self.s, self.s2
 
-        def fn(x):
+        def fn(x, s, s2):
             stack = contextlib.ExitStack()
             with s2:
                 stack.enter_context(s)
@@ -1830,14 +1611,7 @@ return sub""",
             torch.cuda.set_stream(torch.cuda.default_stream())
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-mul = mul(l_x_, 2) @2
-add = add(mul, 1)
-sub = sub(add, 3) @1
-return sub""",
-        )
+        self.expect(fn, "mul = mul(l_x_, 2) @2; add = add(mul, 1); sub = sub(add, 3) @1; return sub")
 
     def test_exit_stack_around_no_stream(self) -> None:
         def fn(x, s):
@@ -2164,13 +1938,10 @@ return add"""
                 return x * 2
 
         with torch._dynamo.config.patch(capture_profiler_record_function=True):
-            self.assertExpectedInline(
+            self.expect(
                 self.graph(fn, self.x, self.s),
-                """\
-range_push_default = range_push(record_function, outer, None)
-mul = mul(l_x_, 2) @1
-range_pop_default = range_pop(record_function)
-return mul""",
+                "range_push_default = range_push(record_function, outer, None); mul = mul(l_x_, 2) @1; "
+                "range_pop_default = range_pop(record_function); return mul",
             )
 
     def test_range_that_ends_in_other_code_stays(self) -> None:

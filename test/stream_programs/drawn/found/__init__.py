@@ -20,7 +20,7 @@ def found(inputs: str) -> Callable[[Callable[..., object]], None]:
 
     def keep(build: Callable[..., object]) -> None:
         text = re.sub(r".*?^def \w+", "def build", inspect.getsource(build), count=1, flags=re.DOTALL | re.MULTILINE)
-        waits, blocks = host_waits(text)
+        told, blocks = host_waits(text)
         PROGRAMS[build.__name__] = Written(
             text,
             tuple(inputs.split()),
@@ -29,7 +29,7 @@ def found(inputs: str) -> Callable[[Callable[..., object]], None]:
             unjoined="# unjoined" in text,
             host="cpu" in text or "pin_memory" in text or "out" in inputs.split(),
             fullgraph="graph_break" not in text and ".item()" not in text,
-            host_waits=waits,
+            host_waits=told,
             host_blocks=blocks,
             misaligned="loads=" in text,
             loads="loads=" in text,
