@@ -125,13 +125,26 @@ class Program:
 PROGRAMS: list[Program] = []
 
 
-def program(hazard: str, inputs: MakeInputs | None = None, **fields: Any) -> Callable[..., Program]:
-    """Decorates a build function: its name is the program's, its module's the group."""
+def built(fn: Callable[..., Any]) -> Callable[[Kit], Callable[..., Any]]:
+    """A build function. One with parameters ahead of a `/` is the program itself: each is a stream, or `sleep`."""
+    names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    if not names:
+        return fn
 
-    def register(build: Callable[[Kit], Callable[..., Any]]) -> Program:
-        module = inspect.getmodule(build)
+    def build(k: Kit) -> Callable[..., Any]:
+        made = tuple(k.sleep if name == "sleep" else k.stream() for name in names)
+        return lambda *inputs: fn(*made, *inputs)
+
+    return build
+
+
+def program(hazard: str, inputs: MakeInputs | None = None, **fields: Any) -> Callable[..., Program]:
+    """Decorates a build function, or the program itself (`built`): its name is the program's, its module the group."""
+
+    def register(fn: Callable[..., Any]) -> Program:
+        module = inspect.getmodule(fn)
         group = module.__name__.rpartition(".")[2] if module else ""
-        made = Program(build.__name__, hazard, build, inputs or matrices(1), group=group, **fields)
+        made = Program(fn.__name__, hazard, built(fn), inputs or matrices(1), group=group, **fields)
         PROGRAMS.append(made)
         return made
 

@@ -38,6 +38,30 @@ def training(hazard: str, inputs: Any = None, **fields: Any) -> Any:
     return program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
 
 
+def trains(k: Kit, forward: Any, *weights: torch.Tensor, leaves: int = 1, updates: bool = False) -> Any:
+    """A step: forward, backward, and the gradients of the first inputs, the leaves, and of weights.
+
+    `updates`: forward updates its last input, which is read ahead of the backward.
+    """
+    forward = k.compile(forward)
+
+    def step(*inputs):
+        inputs = [leaf(x) for x in inputs[:leaves]] + list(inputs[leaves:])
+        loss = forward(*inputs)
+        seen = [inputs[-1].clone()] if updates else []
+        loss.backward()
+        return loss.detach(), *seen, take_gradients(*inputs[:leaves], *weights)
+
+    return step
+
+
+def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
+    """Writes to memory that the allocator of the stream has free."""
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            torch.full_like(like, float("nan"))
+
+
 current = torch.cuda.current_stream
 
 
@@ -67,15 +91,7 @@ def train_two_branches(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("the same with private events in the place of wait_stream (#195573)")
@@ -94,15 +110,7 @@ def train_private_events(k: Kit) -> Any:
         end.wait()
         return (a * b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
 
 
 @training("four experts on four streams, weighted by a router on the caller's", matrices(1, low=-1, high=1))
@@ -110,6 +118,7 @@ def train_experts(k: Kit) -> Any:
     sides, sleep = [k.stream() for _ in range(4)], k.sleep
     router, *weights = trained(k, 1, 64, 4) + trained(k, 8)
 
+    @k.compile
     def forward(x):
         gate = (x @ router).sign()
         fork(*sides)
@@ -120,8 +129,6 @@ def train_experts(k: Kit) -> Any:
                 outputs.append((hidden @ weights[2 * i + 1]) * gate[:, i : i + 1])
         join(*sides)
         return torch.stack(outputs).sum(0)
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -147,15 +154,7 @@ def train_chain_over_streams(k: Kit) -> Any:
         current().wait_stream(two)
         return (x.clamp(-3, 3) @ weights[2]).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
+    return trains(k, forward, *weights)
 
 
 @training("nothing on the caller's stream: the whole layer is on a side stream")
@@ -170,15 +169,7 @@ def train_layer_on_side_stream(k: Kit) -> Any:
         join(side)
         return loss
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("outputs that the function leaves unjoined: the caller joins them before the loss")
@@ -186,13 +177,12 @@ def train_unjoined_outputs(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         return a, x * 3
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -209,12 +199,11 @@ def train_loss_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             return sleep(x @ weight).relu()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -243,15 +232,7 @@ def train_input_of_three_streams(k: Kit) -> Any:
         join(one, two)
         return (a + b + c).relu().sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
+    return trains(k, forward, *weights)
 
 
 @training("a weight shared by three streams, made on the caller's stream: its gradients are summed where it was made")
@@ -269,14 +250,7 @@ def train_weight_of_three_streams(k: Kit) -> Any:
         join(one, two)
         return (a + b + scaled).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0)
 
 
 @training("cheap operations of a side stream are computed again for consumers on the caller's", tolerance=1e-2)
@@ -293,15 +267,7 @@ def train_recomputed(k: Kit) -> Any:
         c = b.exp() * 2
         return (c @ second).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("a value of a side stream is saved once and read under two views: it must not be written over between (S3)")
@@ -309,6 +275,7 @@ def train_saved_views(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -320,8 +287,6 @@ def train_saved_views(k: Kit) -> Any:
             z = h.t().clamp(max=1) @ second
         join(side)
         return (y + z + h).sum(), h[:32] * 2
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -337,6 +302,7 @@ def train_partly_used_outputs(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -344,8 +310,6 @@ def train_partly_used_outputs(k: Kit) -> Any:
         b = x @ second
         join(side)
         return a + 1, b + 1
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -364,14 +328,13 @@ def train_autograd_grad(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -388,6 +351,7 @@ def train_gradient_accumulation(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -395,8 +359,6 @@ def train_gradient_accumulation(k: Kit) -> Any:
         b = x @ second
         join(side)
         return (a - b).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         losses = []
@@ -414,14 +376,13 @@ def train_several_forwards(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ first).relu()
         join(side)
         return (a @ second * x).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -492,14 +453,13 @@ def train_function_of_its_output(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu().clamp(max=1)
         join(side)
         return a + x
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -515,14 +475,13 @@ def train_retain_graph(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -549,15 +508,7 @@ def train_graph_break_in_block(k: Kit) -> Any:
         join(side)
         return (b * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("forward, backward and the reading of gradients in one compiled function", fullgraph=False)
@@ -599,29 +550,13 @@ def _checkpointed(k: Kit, reentrant: bool) -> Any:
 @training("a checkpointed block inside of the compiled function")
 def train_checkpoint(k: Kit) -> Any:
     block, first, second, _ = _checkpointed(k, False)
-    forward = k.compile(lambda x: (checkpoint(block, x, use_reentrant=False) * 2).sum())
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, lambda x: (checkpoint(block, x, use_reentrant=False) * 2).sum(), first, second)
 
 
 @training("the reentrant kind of checkpoint")
 def train_reentrant_checkpoint(k: Kit) -> Any:
     block, first, second, _ = _checkpointed(k, True)
-    forward = k.compile(lambda x: (checkpoint(block, x, use_reentrant=True) * 2).sum())
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, lambda x: (checkpoint(block, x, use_reentrant=True) * 2).sum(), first, second)
 
 
 @training("a compiled block is checkpointed from outside: its forward runs again inside of backward")
@@ -669,15 +604,7 @@ def train_autocast(k: Kit) -> Any:
             join(side)
             return (a + b).float().sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("a gradient scaler, whose check for infinities reads all gradients at once", matrices(1, low=-1, high=1))
@@ -687,14 +614,13 @@ def train_gradient_scaler(k: Kit) -> Any:
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ first).sign() * (x @ first)
         join(side)
         return (a + x @ second).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         optimizer.zero_grad()
@@ -735,15 +661,7 @@ def train_autograd_function(k: Kit) -> Any:
         join(side)
         return (a * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
 
 
 if compute.scaled is not None:
@@ -839,14 +757,7 @@ def train_no_grad_branch(k: Kit) -> Any:
         join(side)
         return ((y - target) * (y - target)).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first)
-
-    return step
+    return trains(k, forward, first, leaves=0)
 
 
 @training("a detached value of a side stream is used without a gradient")
@@ -861,15 +772,7 @@ def train_detached(k: Kit) -> Any:
         join(side)
         return (a * (x @ second) + a.detach() * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("views of a side stream's value, and gradients through slices, transposes and copies of them")
@@ -890,21 +793,14 @@ def train_views(k: Kit) -> Any:
         join(side)
         return torch.cat([b, c]).sum() + a.as_strided((64,), (65,)).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
 
 
 @training("dropout on both streams: the backward uses the masks of the forward", random=True)
 def train_dropout(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -912,8 +808,6 @@ def train_dropout(k: Kit) -> Any:
         b = nn.functional.dropout(x, 0.5)
         join(side)
         return a, b
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x.abs() + 1)
@@ -930,14 +824,13 @@ def train_loss_on_host(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum().cpu()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -956,14 +849,13 @@ def train_dynamic_shapes(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu() * x.shape[0]
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         seen = []
@@ -991,15 +883,7 @@ def train_stream_made_inside(k: Kit) -> Any:
         join(side)
         return (a * b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 # ---- mutation
@@ -1048,15 +932,7 @@ def train_mutated_input(k: Kit) -> Any:
         join(side)
         return (y * cache).sum()
 
-    forward = k.compile(forward)
-
-    def step(x, cache):
-        loss = forward(x, cache)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, updates=True)
 
 
 @training("a tensor on the autograd graph is mutated on a side stream, as a cache between two layers is", matrices(2))
@@ -1064,6 +940,7 @@ def train_mutated_activation(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x, cache):
         fork(side)
         with torch.cuda.stream(side):
@@ -1071,8 +948,6 @@ def train_mutated_activation(k: Kit) -> Any:
             cache.add_(sleep(x @ weight))
         join(side)
         return (cache * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x, cache):
         x, start = leaf(x), leaf(cache)
@@ -1091,13 +966,12 @@ def train_moving_average(k: Kit) -> Any:
     (weight,) = trained(k, 1)
     average = k.parameter(64, 64)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side), torch.no_grad():
             average.mul_(0.5).add_(sleep(weight))
         return (x @ weight).relu().sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1116,14 +990,13 @@ def train_tensor_hooks(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return a + x
-
-    forward = k.compile(forward)
 
     def step(x):
         seen = []
@@ -1150,6 +1023,7 @@ def train_optimizer_in_backward(k: Kit) -> Any:
     for parameter in (first, second):
         parameter.register_post_accumulate_grad_hook(update)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1157,8 +1031,6 @@ def train_optimizer_in_backward(k: Kit) -> Any:
         b = x @ second
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1175,6 +1047,7 @@ def train_optimizer(k: Kit) -> Any:
     # So that all sums stay exact: weights and activations are multiples of 1/16 in a loss, and begin each step whole.
     optimizer = torch.optim.SGD([first, second], lr=2.0**-4, momentum=0.5)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1182,8 +1055,6 @@ def train_optimizer(k: Kit) -> Any:
         b = (x @ second).clamp(-4, 4)
         join(side)
         return (a * b).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         with torch.no_grad():
@@ -1207,6 +1078,7 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1214,8 +1086,6 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
         b = x @ second
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1240,6 +1110,7 @@ def train_gradient_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1247,16 +1118,12 @@ def train_gradient_memory(k: Kit) -> Any:
         join(side)
         return (a * x).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         forward(x).backward()
         (gradient,) = take_gradients(weight)
         seen = sleep(gradient) * 2
         del gradient
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return seen
 
     return step
@@ -1267,6 +1134,7 @@ def train_saved_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1275,14 +1143,10 @@ def train_saved_memory(k: Kit) -> Any:
         b = sleep(x)
         return sleep(a * a * b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         loss = forward(x)
         loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return loss.detach(), take_gradients(weight)
 
     return step
@@ -1298,6 +1162,7 @@ def train_saved_chain(k: Kit) -> Any:
             x = (sleep(x) @ weight).clamp(-1, 1)
         return x
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1306,15 +1171,11 @@ def train_saved_chain(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         x = leaf(x)
         loss = forward(x)
         loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weights[0], float("nan"))
+        overwrite(side, weights[0])
         return loss.detach(), take_gradients(x, *weights)
 
     return step
@@ -1325,6 +1186,7 @@ def train_memory_between(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1333,15 +1195,11 @@ def train_memory_between(k: Kit) -> Any:
         join(side)
         return (a * b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         x = leaf(x)
         loss = forward(x)
         for stream in (side, current()):
-            with torch.cuda.stream(stream):
-                for _ in range(4):
-                    torch.full_like(first, float("nan"))
+            overwrite(stream, first)
         loss.backward()
         return loss.detach(), take_gradients(x, first, second)
 
@@ -1353,6 +1211,7 @@ def train_recomputed_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1360,13 +1219,9 @@ def train_recomputed_memory(k: Kit) -> Any:
         join(side)
         return (sleep(weight) * a).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         loss = forward(x)
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         loss.backward()
         return loss.detach(), take_gradients(weight)
 
@@ -1396,9 +1251,7 @@ def train_saved_update(k: Kit) -> Any:
     def step(x):
         loss = forward(x)
         loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return loss.detach(), take_gradients(weight)
 
     return step
@@ -1411,9 +1264,7 @@ def train_saved_update_without_backward(k: Kit) -> Any:
 
     def step(x):
         loss = forward(x).detach()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return loss
 
     return step
@@ -1423,6 +1274,7 @@ def _gradient_through(k: Kit, side: torch.Stream, launches_nothing: Any) -> Any:
     """A step whose side stream has work in the forward and none in the backward, where the engine orders it."""
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward():
         fork(side)
         with torch.cuda.stream(side):
@@ -1430,14 +1282,10 @@ def _gradient_through(k: Kit, side: torch.Stream, launches_nothing: Any) -> Any:
         join(side)
         return a
 
-    forward = k.compile(forward)
-
     def step(x):
         x = leaf(x)
         (forward() * k.sleep(x)).sum().backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return take_gradients(weight, x)
 
     return step
@@ -1459,14 +1307,13 @@ def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
     (weight,) = trained(k, 1)
     seen = torch.zeros_like(weight, requires_grad=False)
 
+    @k.compile
     def forward(x):
         a = x + 1
         fork(side)
         with torch.cuda.stream(side):
             seen.copy_(sleep(a))
         return (weight * a).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1485,14 +1332,13 @@ def train_backward_under_other_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -1513,14 +1359,13 @@ def train_in_another_thread(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         mine, theirs = leaf(x), leaf(x * 2)
@@ -1548,14 +1393,13 @@ def train_event_of_the_caller(k: Kit) -> Any:
     (weight,) = trained(k, 1)
     ready = torch.cuda.Event()
 
+    @k.compile
     def forward(x):
         with torch.cuda.stream(side):
             side.wait_event(ready)
             a = sleep(x).relu().clamp(max=1)
         join(side)
         return (a @ weight * a).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         ready.record()

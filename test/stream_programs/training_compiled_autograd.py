@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stream_programs._program import Kit, matrices
-from stream_programs.training import fork, join, leaf, take_gradients, trained, training
+from stream_programs.training import fork, join, leaf, overwrite, take_gradients, trained, training
 
 
 def compiled_backward(k: Kit, **options: Any) -> Any:
@@ -23,14 +23,13 @@ def train_compiled_autograd(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ first).relu()
         join(side)
         return (a @ second).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -47,6 +46,7 @@ def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -54,8 +54,6 @@ def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
         b = (x @ second).relu() @ first
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         losses = []
@@ -101,14 +99,13 @@ def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -124,6 +121,7 @@ def train_compiled_autograd_of_saved_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -132,15 +130,11 @@ def train_compiled_autograd_of_saved_memory(k: Kit) -> Any:
         b = sleep(x)
         return sleep(a * a * b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         loss = forward(x)
         with compiled_backward(k):
             loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return loss.detach(), take_gradients(weight)
 
     return step
@@ -151,14 +145,13 @@ def train_compiled_autograd_of_gradient_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = x @ weight
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -167,9 +160,7 @@ def train_compiled_autograd_of_gradient_memory(k: Kit) -> Any:
         (gradient,) = take_gradients(weight)
         seen = sleep(gradient) * 2
         del gradient
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return seen
 
     return step
@@ -180,14 +171,13 @@ def train_compiled_autograd_under_other_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return sleep(a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -215,6 +205,7 @@ def train_compiled_autograd_with_hooks(k: Kit) -> Any:
     for parameter in (first, second):
         parameter.register_post_accumulate_grad_hook(update)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -222,8 +213,6 @@ def train_compiled_autograd_with_hooks(k: Kit) -> Any:
         b = x @ second
         join(side)
         return a + b
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stream_programs._program import Kit, matrices, tensors, whole_numbers
-from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training
+from stream_programs.training import current, fork, join, leaf, overwrite, take_gradients, trained, training, trains
 
 
 # ---- mutation at the user's joins
@@ -30,15 +30,7 @@ def _mutates(k: Kit, joined: Any) -> Any:
         joined(side)
         return y
 
-    forward = k.compile(forward)
-
-    def step(x, cache):
-        loss = forward(x, cache)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, updates=True)
 
 
 @training(
@@ -107,6 +99,7 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     gate_weight, weight = trained(k, 2, 16, 16)
 
+    @k.compile
     def forward(cache, token):
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         cache[:, 5:6].copy_(sleep(token))
@@ -118,8 +111,6 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
         scores = ((cache @ weight) * token).sum(-1, keepdim=True)
         end.wait()
         return (scores * gate).sum()
-
-    forward = k.compile(forward)
 
     def step(cache, token):
         loss = forward(cache, token)
@@ -138,6 +129,7 @@ def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2, 16, 16)
 
+    @k.compile
     def forward(cache, token):
         written = torch.cuda.Event()
         fork(side)
@@ -147,8 +139,6 @@ def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:
         query = (token @ first).clamp(-1, 1)
         written.wait()
         return ((cache @ second) * query).sum()
-
-    forward = k.compile(forward)
 
     def step(cache, token):
         loss = forward(cache, token)
@@ -174,15 +164,7 @@ def train_input_read_then_mutated(k: Kit) -> Any:
         join(writer)
         return (a * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x, cache):
-        loss = forward(x, cache)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, updates=True)
 
 
 @training("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
@@ -200,14 +182,7 @@ def train_in_place_operator_and_second_reader(k: Kit) -> Any:
         torch.ops.overlay_test.add_to(total, sleep(y))
         return (shared + hidden * total).sum()
 
-    forward = k.compile(forward)
-
-    def step(x, y):
-        loss = forward(x, y)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+    return trains(k, forward, first, second, leaves=0)
 
 
 # ---- events and waits
@@ -231,15 +206,7 @@ def train_two_consumers_of_one_event(k: Kit) -> Any:
         join(one, two)
         return (a * 2 + b.relu()).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("wait_stream has only numbers for arguments and is scheduled first (#185546)")
@@ -256,15 +223,7 @@ def train_wait_stream_is_not_first(k: Kit) -> Any:
         join(side)
         return (a + before + independent).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)")
@@ -279,15 +238,7 @@ def train_host_waits_inside(k: Kit) -> Any:
         side.synchronize()
         return (a @ second + x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("the stream is made current by set_stream, which is ignored (#109848)")
@@ -305,15 +256,7 @@ def train_set_stream(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("stream(None) is an error (#196193)")
@@ -328,15 +271,7 @@ def train_stream_none(k: Kit) -> Any:
         join(side)
         return (a * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
 
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
@@ -362,14 +297,7 @@ def train_update_of_an_earlier_result(k: Kit) -> Any:
         join(side, other)
         return (b * c + late).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0)
 
 
 @training("a stream in a local variable becomes a context at a graph break (#187472, #183504)", fullgraph=False)
@@ -388,15 +316,7 @@ def train_stream_across_graph_break(k: Kit) -> Any:
         join(mine)
         return (b * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 # ---- memory, fusion and passes
@@ -417,15 +337,7 @@ def train_diamond(k: Kit) -> Any:
         join(one, two)
         return (a - b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
+    return trains(k, forward, *weights)
 
 
 @training("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
@@ -445,15 +357,7 @@ def train_producer_not_inlined(k: Kit) -> Any:
         join(side)
         return (c - 1).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
 
 
 @training(
@@ -473,15 +377,7 @@ def train_softmax_then_matmul(k: Kit) -> Any:
         join(side)
         return (a * b).sum() / 256
 
-    forward = k.compile(forward)
-
-    def step(x, y):
-        x, y = leaf(x), leaf(y)
-        loss = forward(x, y)
-        loss.backward()
-        return loss.detach(), take_gradients(x, y, weight)
-
-    return step
+    return trains(k, forward, weight, leaves=2)
 
 
 def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
@@ -508,14 +404,7 @@ def train_misaligned_input(k: Kit) -> Any:
         join(one, two)
         return (a + b + c).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+    return trains(k, forward, first, second, leaves=0)
 
 
 @training(
@@ -526,6 +415,7 @@ def train_misaligned_prefetch(k: Kit) -> Any:
     loader, side, sleep = k.stream(), k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         current = torch.cuda.current_stream()
         current.wait_stream(loader)
@@ -537,8 +427,6 @@ def train_misaligned_prefetch(k: Kit) -> Any:
         b = x * second
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(source):
         fork(loader)
@@ -558,6 +446,7 @@ def train_misaligned_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -565,8 +454,6 @@ def train_misaligned_gradient(k: Kit) -> Any:
         b = x @ second
         join(side)
         return a + b
-
-    forward = k.compile(forward)
 
     def step(x):
         y = forward(x)
@@ -594,14 +481,7 @@ def train_record_stream(k: Kit) -> Any:
         a.record_stream(current())
         return (a * h).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+    return trains(k, forward, first, second, leaves=0)
 
 
 class _Kept(torch.autograd.Function):
@@ -624,6 +504,7 @@ def train_saved_value_as_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -631,16 +512,12 @@ def train_saved_value_as_gradient(k: Kit) -> Any:
         join(side)
         return loss
 
-    forward = k.compile(forward)
-
     def step(x):
         forward(x).backward()
         (gradient,) = take_gradients(weight)
         seen = sleep(gradient) * 2
         del gradient
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return seen
 
     return step
@@ -651,12 +528,11 @@ def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             return _Kept.apply(weight, sleep(x @ x))
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -671,14 +547,13 @@ def train_current_stream_in_pack_hook(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def pack(t):
         with torch.cuda.stream(current()):
@@ -714,12 +589,4 @@ def train_on_second_device(k: Kit) -> Any:
             join(side)
             return (a * b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
