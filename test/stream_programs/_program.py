@@ -125,14 +125,14 @@ class Program:
 PROGRAMS: list[Program] = []
 
 
-def built(fn: Callable[..., Any]) -> Callable[[Kit], Callable[..., Any]]:
-    """A build function. One with parameters ahead of a `/` is the program itself: each is a stream, or `sleep`."""
+def built(fn: Callable[..., Any], *given: Any) -> Callable[[Kit], Callable[..., Any]]:
+    """A build function. A function with parameters ahead of a `/` (`given`, streams, `sleep`) is the program itself."""
     names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_ONLY]
     if not names:
         return fn
 
     def build(k: Kit) -> Callable[..., Any]:
-        made = tuple(k.sleep if name == "sleep" else k.stream() for name in names)
+        made = *given, *(k.sleep if name == "sleep" else k.stream() for name in names[len(given) :])
         return lambda *inputs: fn(*made, *inputs)
 
     return build

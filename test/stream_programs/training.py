@@ -7,6 +7,7 @@ after `backward`, as autograd allows.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stream_programs import compute
-from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
+from stream_programs._program import built, Kit, matrices, program, tensors, whole_numbers
 
 
 def take_gradients(*leaves: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -34,10 +35,6 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
 
-def training(hazard: str, inputs: Any = None, **fields: Any) -> Any:
-    return program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
-
-
 def trains(k: Kit, forward: Any, *weights: torch.Tensor, leaves: int = 1, updates: bool = False) -> Any:
     """A step: forward, backward, and the gradients of the first inputs, the leaves, and of weights.
 
@@ -53,6 +50,23 @@ def trains(k: Kit, forward: Any, *weights: torch.Tensor, leaves: int = 1, update
         return loss.detach(), *seen, take_gradients(*inputs[:leaves], *weights)
 
     return step
+
+
+def training(
+    hazard: str, inputs: Any = None, *, weights: int = 0, leaves: int = 1, updates: bool = False, **fields: Any
+) -> Any:
+    """Decorates a build function, or a forward whose first parameters, ahead of the `/`, are `weights`."""
+    register = program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
+
+    def of_forward(forward: Any) -> Any:
+        def build(k: Kit) -> Any:
+            given = trained(k, weights)
+            return trains(k, built(forward, *given)(k), *given, leaves=leaves, updates=updates)
+
+        build.__name__, build.__module__ = forward.__name__, forward.__module__
+        return register(build)
+
+    return of_forward if weights else register
 
 
 def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
@@ -75,42 +89,46 @@ def join(*sides: torch.Stream) -> None:
         current().wait_stream(side)
 
 
-# ---- branches
-
-
-@training("the two branches of a layer, one of them on a side stream")
-def train_two_branches(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep((x @ first).relu()) @ second
-        b = (x @ second).relu() @ first
-        join(side)
-        return (a + b).sum()
-
-    return trains(k, forward, first, second)
-
-
-@training("the same with private events in the place of wait_stream (#195573)")
-def train_private_events(k: Kit) -> Any:
+def product(k: Kit) -> Any:
+    """A forward with a side stream, and its weight."""
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
-        begin, end = torch.cuda.Event(), torch.cuda.Event()
-        begin.record()
+        fork(side)
         with torch.cuda.stream(side):
-            begin.wait()
             a = sleep(x @ weight).relu()
-            end.record()
-        b = x * 2
-        end.wait()
-        return (a * b).sum()
+        join(side)
+        return (a * x).sum()
 
-    return trains(k, forward, weight)
+    return forward, weight
+
+
+# ---- branches
+
+
+@training("the two branches of a layer, one of them on a side stream", weights=2)
+def train_two_branches(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep((x @ first).relu()) @ second
+    b = (x @ second).relu() @ first
+    join(side)
+    return (a + b).sum()
+
+
+@training("the same with private events in the place of wait_stream (#195573)", weights=1)
+def train_private_events(weight, side, sleep, /, x):
+    begin, end = torch.cuda.Event(), torch.cuda.Event()
+    begin.record()
+    with torch.cuda.stream(side):
+        begin.wait()
+        a = sleep(x @ weight).relu()
+        end.record()
+    b = x * 2
+    end.wait()
+    return (a * b).sum()
 
 
 @training("four experts on four streams, weighted by a router on the caller's", matrices(1, low=-1, high=1))
@@ -157,19 +175,13 @@ def train_chain_over_streams(k: Kit) -> Any:
     return trains(k, forward, *weights)
 
 
-@training("nothing on the caller's stream: the whole layer is on a side stream")
-def train_layer_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            loss = (sleep((x @ first).relu()) @ second).sum()
-        join(side)
-        return loss
-
-    return trains(k, forward, first, second)
+@training("nothing on the caller's stream: the whole layer is on a side stream", weights=2)
+def train_layer_on_side_stream(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        loss = (sleep((x @ first).relu()) @ second).sum()
+    join(side)
+    return loss
 
 
 @training("outputs that the function leaves unjoined: the caller joins them before the loss")
@@ -235,39 +247,33 @@ def train_input_of_three_streams(k: Kit) -> Any:
     return trains(k, forward, *weights)
 
 
-@training("a weight shared by three streams, made on the caller's stream: its gradients are summed where it was made")
-def train_weight_of_three_streams(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        scaled = weight * 2
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = sleep(x) @ scaled
-        with torch.cuda.stream(two):
-            b = (x @ scaled).relu()
-        join(one, two)
-        return (a + b + scaled).sum()
-
-    return trains(k, forward, weight, leaves=0)
+@training(
+    "a weight shared by three streams, made on the caller's stream: its gradients are summed where it was made",
+    weights=1,
+    leaves=0,
+)
+def train_weight_of_three_streams(weight, one, two, sleep, /, x):
+    scaled = weight * 2
+    fork(one, two)
+    with torch.cuda.stream(one):
+        a = sleep(x) @ scaled
+    with torch.cuda.stream(two):
+        b = (x @ scaled).relu()
+    join(one, two)
+    return (a + b + scaled).sum()
 
 
-@training("cheap operations of a side stream are computed again for consumers on the caller's", tolerance=1e-2)
-def train_recomputed(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first)
-            b = a.sin().cos()
-        join(side)
-        c = b.exp() * 2
-        return (c @ second).sum()
-
-    return trains(k, forward, first, second)
+@training(
+    "cheap operations of a side stream are computed again for consumers on the caller's", tolerance=1e-2, weights=2
+)
+def train_recomputed(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ first)
+        b = a.sin().cos()
+    join(side)
+    c = b.exp() * 2
+    return (c @ second).sum()
 
 
 @training("a value of a side stream is saved once and read under two views: it must not be written over between (S3)")
@@ -325,16 +331,7 @@ def train_partly_used_outputs(k: Kit) -> Any:
 
 @training("torch.autograd.grad in the place of backward")
 def train_autograd_grad(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
+    forward, weight = product(k)
 
     def step(x):
         x = leaf(x)
@@ -472,16 +469,7 @@ def train_function_of_its_output(k: Kit) -> Any:
 
 @training("backward twice over a retained graph")
 def train_retain_graph(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
+    forward, weight = product(k)
 
     def step(x):
         x = leaf(x)
@@ -649,19 +637,13 @@ class _Scaled(torch.autograd.Function):
         return gradient @ weight.t(), x.t() @ gradient
 
 
-@training("an autograd.Function on a side stream: its backward computes again what the forward didn't save")
-def train_autograd_function(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = _Scaled.apply(sleep(x), weight)
-        join(side)
-        return (a * x).sum()
-
-    return trains(k, forward, weight)
+@training("an autograd.Function on a side stream: its backward computes again what the forward didn't save", weights=1)
+def train_autograd_function(weight, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = _Scaled.apply(sleep(x), weight)
+    join(side)
+    return (a * x).sum()
 
 
 if compute.scaled is not None:
@@ -760,40 +742,28 @@ def train_no_grad_branch(k: Kit) -> Any:
     return trains(k, forward, first, leaves=0)
 
 
-@training("a detached value of a side stream is used without a gradient")
-def train_detached(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).clamp(-2, 2)
-        join(side)
-        return (a * (x @ second) + a.detach() * x).sum()
-
-    return trains(k, forward, first, second)
+@training("a detached value of a side stream is used without a gradient", weights=2)
+def train_detached(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ first).clamp(-2, 2)
+    join(side)
+    return (a * (x @ second) + a.detach() * x).sum()
 
 
-@training("views of a side stream's value, and gradients through slices, transposes and copies of them")
-def train_views(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight)
-            upper, lower = a[:32], a[32:].t()
-        join(side)
-        b = upper.clamp(-2, 2) @ weight
-        side.wait_stream(current())
-        with torch.cuda.stream(side):
-            c = lower.reshape(32, 64).relu() + b
-        join(side)
-        return torch.cat([b, c]).sum() + a.as_strided((64,), (65,)).sum()
-
-    return trains(k, forward, weight)
+@training("views of a side stream's value, and gradients through slices, transposes and copies of them", weights=1)
+def train_views(weight, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ weight)
+        upper, lower = a[:32], a[32:].t()
+    join(side)
+    b = upper.clamp(-2, 2) @ weight
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        c = lower.reshape(32, 64).relu() + b
+    join(side)
+    return torch.cat([b, c]).sum() + a.as_strided((64,), (65,)).sum()
 
 
 @training("dropout on both streams: the backward uses the masks of the forward", random=True)
@@ -869,21 +839,15 @@ def train_dynamic_shapes(k: Kit) -> Any:
     return step
 
 
-@training("a stream that the function makes")
-def train_stream_made_inside(k: Kit) -> Any:
-    sleep = k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        side = torch.cuda.Stream()
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return (a * b).sum()
-
-    return trains(k, forward, first, second)
+@training("a stream that the function makes", weights=2)
+def train_stream_made_inside(first, second, sleep, /, x):
+    side = torch.cuda.Stream()
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ first).relu()
+    b = x @ second
+    join(side)
+    return (a * b).sum()
 
 
 # ---- mutation
@@ -919,20 +883,20 @@ def train_batch_norm(k: Kit) -> Any:
     return step
 
 
-@training("an input without gradient is mutated on a side stream and joined; the loss reads it", matrices(2))
-def train_mutated_input(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x, cache):
-        fork(side)
-        with torch.cuda.stream(side):
-            y = sleep(x @ weight)
-            cache.add_(y.detach())
-        join(side)
-        return (y * cache).sum()
-
-    return trains(k, forward, weight, leaves=0, updates=True)
+@training(
+    "an input without gradient is mutated on a side stream and joined; the loss reads it",
+    matrices(2),
+    weights=1,
+    leaves=0,
+    updates=True,
+)
+def train_mutated_input(weight, side, sleep, /, x, cache):
+    fork(side)
+    with torch.cuda.stream(side):
+        y = sleep(x @ weight)
+        cache.add_(y.detach())
+    join(side)
+    return (y * cache).sum()
 
 
 @training("a tensor on the autograd graph is mutated on a side stream, as a cache between two layers is", matrices(2))
@@ -1105,8 +1069,7 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
 # ---- memory
 
 
-@training("a gradient in a side stream's memory is freed while the current stream still reads it")
-def train_gradient_memory(k: Kit) -> Any:
+def gradient_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
@@ -1119,7 +1082,9 @@ def train_gradient_memory(k: Kit) -> Any:
         return (a * x).sum()
 
     def step(x):
-        forward(x).backward()
+        loss = forward(x)
+        with engine():
+            loss.backward()
         (gradient,) = take_gradients(weight)
         seen = sleep(gradient) * 2
         del gradient
@@ -1129,8 +1094,7 @@ def train_gradient_memory(k: Kit) -> Any:
     return step
 
 
-@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
-def train_saved_memory(k: Kit) -> Any:
+def saved_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
@@ -1145,11 +1109,22 @@ def train_saved_memory(k: Kit) -> Any:
 
     def step(x):
         loss = forward(x)
-        loss.backward()
+        with engine():
+            loss.backward()
         overwrite(side, weight)
         return loss.detach(), take_gradients(weight)
 
     return step
+
+
+@training("a gradient in a side stream's memory is freed while the current stream still reads it")
+def train_gradient_memory(k: Kit) -> Any:
+    return gradient_memory(k)
+
+
+@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
+def train_saved_memory(k: Kit) -> Any:
+    return saved_memory(k)
 
 
 @training("a branch saves one value a layer in its stream's memory, which the backward frees layer by layer")
@@ -1356,16 +1331,7 @@ def train_backward_under_other_stream(k: Kit) -> Any:
 
 @training("forward and backward are called by another thread, after one of this thread")
 def train_in_another_thread(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
+    forward, weight = product(k)
 
     def step(x):
         mine, theirs = leaf(x), leaf(x * 2)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 
 from stream_programs._program import Kit, matrices
-from stream_programs.training import fork, join, leaf, overwrite, take_gradients, trained, training
+from stream_programs.training import (
+    fork,
+    gradient_memory,
+    join,
+    leaf,
+    product,
+    saved_memory,
+    take_gradients,
+    trained,
+    training,
+)
 
 
 def compiled_backward(k: Kit, **options: Any) -> Any:
@@ -96,16 +107,7 @@ def train_compiled_autograd_of_two_functions(k: Kit) -> Any:
 
 @training("compiled autograd: one function called three times, so its graph is copied three times", matrices(3))
 def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
+    forward, weight = product(k)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -118,52 +120,12 @@ def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
 
 @training("compiled autograd: a saved value in a side stream's memory, read by the current stream and dropped there")
 def train_compiled_autograd_of_saved_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = x @ weight
-        join(side)
-        b = sleep(x)
-        return sleep(a * a * b).sum()
-
-    def step(x):
-        loss = forward(x)
-        with compiled_backward(k):
-            loss.backward()
-        overwrite(side, weight)
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return saved_memory(k, functools.partial(compiled_backward, k))
 
 
 @training("compiled autograd: the same with a gradient, which the current stream still reads when it is freed")
 def train_compiled_autograd_of_gradient_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = x @ weight
-        join(side)
-        return (a * x).sum()
-
-    def step(x):
-        loss = forward(x)
-        with compiled_backward(k):
-            loss.backward()
-        (gradient,) = take_gradients(weight)
-        seen = sleep(gradient) * 2
-        del gradient
-        overwrite(side, weight)
-        return seen
-
-    return step
+    return gradient_memory(k, functools.partial(compiled_backward, k))
 
 
 @training("compiled autograd runs on the stream of whoever calls backward, which nobody ordered after the forward's")

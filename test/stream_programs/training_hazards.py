@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 from stream_programs._program import Kit, matrices, tensors, whole_numbers
-from stream_programs.training import current, fork, join, leaf, overwrite, take_gradients, trained, training, trains
+from stream_programs.training import (
+    current,
+    fork,
+    join,
+    leaf,
+    overwrite,
+    product,
+    take_gradients,
+    trained,
+    training,
+    trains,
+)
 
 
 # ---- mutation at the user's joins
@@ -149,129 +160,98 @@ def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:
     return step
 
 
-@training("an input read on one stream and then mutated on another: the backward needs what it was before", matrices(2))
-def train_input_read_then_mutated(k: Kit) -> Any:
-    reader, writer, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+@training(
+    "an input read on one stream and then mutated on another: the backward needs what it was before",
+    matrices(2),
+    weights=1,
+    leaves=0,
+    updates=True,
+)
+def train_input_read_then_mutated(weight, reader, writer, sleep, /, x, cache):
+    fork(reader)
+    with torch.cuda.stream(reader):
+        a = (sleep(cache) * 2) * weight
+    writer.wait_stream(reader)
+    with torch.cuda.stream(writer):
+        cache.mul_(3)
+    join(writer)
+    return (a * x).sum()
 
-    def forward(x, cache):
-        fork(reader)
-        with torch.cuda.stream(reader):
-            a = (sleep(cache) * 2) * weight
-        writer.wait_stream(reader)
-        with torch.cuda.stream(writer):
-            cache.mul_(3)
-        join(writer)
-        return (a * x).sum()
 
-    return trains(k, forward, weight, leaves=0, updates=True)
-
-
-@training("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
-def train_in_place_operator_and_second_reader(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x, y):
-        hidden = (x @ first).clamp(-2, 2)
-        fork(side)
-        with torch.cuda.stream(side):
-            shared = sleep(hidden) @ second
-        join(side)
-        total = hidden.detach().clone()
-        torch.ops.overlay_test.add_to(total, sleep(y))
-        return (shared + hidden * total).sum()
-
-    return trains(k, forward, first, second, leaves=0)
+@training(
+    "an operator that works in place overtakes the other stream's reader (sglang #29142)",
+    matrices(2),
+    weights=2,
+    leaves=0,
+)
+def train_in_place_operator_and_second_reader(first, second, side, sleep, /, x, y):
+    hidden = (x @ first).clamp(-2, 2)
+    fork(side)
+    with torch.cuda.stream(side):
+        shared = sleep(hidden) @ second
+    join(side)
+    total = hidden.detach().clone()
+    torch.ops.overlay_test.add_to(total, sleep(y))
+    return (shared + hidden * total).sum()
 
 
 # ---- events and waits
 
 
-@training("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
-def train_two_consumers_of_one_event(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        begin = torch.cuda.Event()
-        y = sleep(x).clamp(-1, 1)
-        begin.record()
-        with torch.cuda.stream(one):
-            begin.wait()
-            a = y @ first
-        with torch.cuda.stream(two):
-            begin.wait()
-            b = sleep(y) @ second
-        join(one, two)
-        return (a * 2 + b.relu()).sum()
-
-    return trains(k, forward, first, second)
+@training("one event, two streams that wait for it: the second one's wait comes too late (#193409)", weights=2)
+def train_two_consumers_of_one_event(first, second, one, two, sleep, /, x):
+    begin = torch.cuda.Event()
+    y = sleep(x).clamp(-1, 1)
+    begin.record()
+    with torch.cuda.stream(one):
+        begin.wait()
+        a = y @ first
+    with torch.cuda.stream(two):
+        begin.wait()
+        b = sleep(y) @ second
+    join(one, two)
+    return (a * 2 + b.relu()).sum()
 
 
-@training("wait_stream has only numbers for arguments and is scheduled first (#185546)")
-def train_wait_stream_is_not_first(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        before = sleep(x @ first).clamp(-2, 2)
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(before) @ second
-        independent = x * 3
-        join(side)
-        return (a + before + independent).sum()
-
-    return trains(k, forward, first, second)
+@training("wait_stream has only numbers for arguments and is scheduled first (#185546)", weights=2)
+def train_wait_stream_is_not_first(first, second, side, sleep, /, x):
+    before = sleep(x @ first).clamp(-2, 2)
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(before) @ second
+    independent = x * 3
+    join(side)
+    return (a + before + independent).sum()
 
 
-@training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)")
-def train_host_waits_inside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = (sleep(x) @ first).clamp(-2, 2)
-        side.synchronize()
-        return (a @ second + x).sum()
-
-    return trains(k, forward, first, second)
+@training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)", weights=2)
+def train_host_waits_inside(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = (sleep(x) @ first).clamp(-2, 2)
+    side.synchronize()
+    return (a @ second + x).sum()
 
 
-@training("the stream is made current by set_stream, which is ignored (#109848)")
-def train_set_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        before = current()
-        fork(side)
-        torch.cuda.set_stream(side)
-        a = sleep(x @ first).relu()
-        torch.cuda.set_stream(before)
-        b = x @ second
-        join(side)
-        return (a + b).sum()
-
-    return trains(k, forward, first, second)
+@training("the stream is made current by set_stream, which is ignored (#109848)", weights=2)
+def train_set_stream(first, second, side, sleep, /, x):
+    before = current()
+    fork(side)
+    torch.cuda.set_stream(side)
+    a = sleep(x @ first).relu()
+    torch.cuda.set_stream(before)
+    b = x @ second
+    join(side)
+    return (a + b).sum()
 
 
-@training("stream(None) is an error (#196193)")
-def train_stream_none(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side), torch.cuda.stream(None):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    return trains(k, forward, weight)
+@training("stream(None) is an error (#196193)", weights=1)
+def train_stream_none(weight, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side), torch.cuda.stream(None):
+        a = sleep(x @ weight).relu()
+    join(side)
+    return (a * x).sum()
 
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
@@ -340,44 +320,34 @@ def train_diamond(k: Kit) -> Any:
     return trains(k, forward, *weights)
 
 
-@training("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
-def train_producer_not_inlined(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x * weight).clamp(-2, 2) * 2 + 1
-        join(side)
-        b = a * 3 - x
-        fork(side)
-        with torch.cuda.stream(side):
-            c = b.clamp(-4, 4) + a
-        join(side)
-        return (c - 1).sum()
-
-    return trains(k, forward, weight)
+@training("a pointwise producer of one stream is computed inside a kernel of another (#177324)", weights=1)
+def train_producer_not_inlined(weight, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x * weight).clamp(-2, 2) * 2 + 1
+    join(side)
+    b = a * 3 - x
+    fork(side)
+    with torch.cuda.stream(side):
+        c = b.clamp(-4, 4) + a
+    join(side)
+    return (c - 1).sum()
 
 
 @training(
     "softmax in front of a matmul loses its stream in the pattern replacement (#189095)",
     tensors(whole_numbers(64, 512), whole_numbers(512, 64)),
     tolerance=1e-3,
+    weights=1,
+    leaves=2,
 )
-def train_softmax_then_matmul(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x, y):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = torch.softmax(sleep(x), -1) @ y
-        b = x[:, :64] @ weight
-        join(side)
-        return (a * b).sum() / 256
-
-    return trains(k, forward, weight, leaves=2)
+def train_softmax_then_matmul(weight, side, sleep, /, x, y):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = torch.softmax(sleep(x), -1) @ y
+    b = x[:, :64] @ weight
+    join(side)
+    return (a * b).sum() / 256
 
 
 def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
@@ -389,22 +359,18 @@ def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tens
 @training(
     "a misaligned input is saved and read by several streams in forward and backward (#187224)",
     tensors(_sometimes_misaligned),
+    weights=2,
+    leaves=0,
 )
-def train_misaligned_input(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = sleep(x) @ first
-        with torch.cuda.stream(two):
-            b = sleep(x) * second
-        c = x.sum(0)
-        join(one, two)
-        return (a + b + c).sum()
-
-    return trains(k, forward, first, second, leaves=0)
+def train_misaligned_input(first, second, one, two, sleep, /, x):
+    fork(one, two)
+    with torch.cuda.stream(one):
+        a = sleep(x) @ first
+    with torch.cuda.stream(two):
+        b = sleep(x) * second
+    c = x.sum(0)
+    join(one, two)
+    return (a + b + c).sum()
 
 
 @training(
@@ -465,23 +431,19 @@ def train_misaligned_gradient(k: Kit) -> Any:
     return step
 
 
-@training("Tensor.record_stream on a saved value and on an input is an error, or lost (ai-toolkit #1012)")
-def train_record_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        h = (x @ first).relu()
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(h) @ second
-            h.record_stream(side)
-            x.record_stream(side)
-        join(side)
-        a.record_stream(current())
-        return (a * h).sum()
-
-    return trains(k, forward, first, second, leaves=0)
+@training(
+    "Tensor.record_stream on a saved value and on an input is an error, or lost (ai-toolkit #1012)", weights=2, leaves=0
+)
+def train_record_stream(first, second, side, sleep, /, x):
+    h = (x @ first).relu()
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(h) @ second
+        h.record_stream(side)
+        x.record_stream(side)
+    join(side)
+    a.record_stream(current())
+    return (a * h).sum()
 
 
 class _Kept(torch.autograd.Function):
@@ -544,16 +506,7 @@ def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
 
 @training("the current stream is entered in a hook that packs saved tensors (prime-rl #3458)", fullgraph=False)
 def train_current_stream_in_pack_hook(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
+    forward, weight = product(k)
 
     def pack(t):
         with torch.cuda.stream(current()):
