@@ -117,21 +117,6 @@ def kv_cache_then_forked_layer(k: Kit) -> Any:
     return fn
 
 
-@program(
-    "a KV cache updated on the side stream itself, read on the current one after the join",
-    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16)),
-    finish=_reads_input,
-)
-def kv_cache_updated_on_side_stream(side, sleep, /, cache, token):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        cache[:, 3:4].copy_(sleep(token) * 2)
-    hidden = token + 1
-    current.wait_stream(side)
-    return (cache * hidden).sum(1)
-
-
 @program("an input mutated on one stream after another stream read it: write after read", finish=_reads_input)
 def input_read_then_mutated(reader, writer, sleep, /, x):
     current = torch.cuda.current_stream()

@@ -133,34 +133,6 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
 
 
 @training(
-    "the KV cache is updated on the side stream itself, and the layer reads it after a private event (#195573)",
-    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16, low=-1, high=1)),
-)
-def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2, 16, 16)
-
-    @k.compile
-    def forward(cache, token):
-        written = torch.cuda.Event()
-        fork(side)
-        with torch.cuda.stream(side):
-            cache[:, 3:4].copy_(sleep(token) * 2)
-            written.record()
-        query = (token @ first).clamp(-1, 1)
-        written.wait()
-        return ((cache @ second) * query).sum()
-
-    def step(cache, token):
-        loss = forward(cache, token)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(first, second)
-
-    return step
-
-
-@training(
     "an input read on one stream and then mutated on another: the backward needs what it was before",
     matrices(2),
     weights=1,
@@ -198,32 +170,6 @@ def train_in_place_operator_and_second_reader(first, second, side, sleep, /, x, 
 # ---- events and waits
 
 
-@training("one event, two streams that wait for it: the second one's wait comes too late (#193409)", weights=2)
-def train_two_consumers_of_one_event(first, second, one, two, sleep, /, x):
-    begin = torch.cuda.Event()
-    y = sleep(x).clamp(-1, 1)
-    begin.record()
-    with torch.cuda.stream(one):
-        begin.wait()
-        a = y @ first
-    with torch.cuda.stream(two):
-        begin.wait()
-        b = sleep(y) @ second
-    join(one, two)
-    return (a * 2 + b.relu()).sum()
-
-
-@training("wait_stream has only numbers for arguments and is scheduled first (#185546)", weights=2)
-def train_wait_stream_is_not_first(first, second, side, sleep, /, x):
-    before = sleep(x @ first).clamp(-2, 2)
-    fork(side)
-    with torch.cuda.stream(side):
-        a = sleep(before) @ second
-    independent = x * 3
-    join(side)
-    return (a + before + independent).sum()
-
-
 @training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)", weights=2)
 def train_host_waits_inside(first, second, side, sleep, /, x):
     fork(side)
@@ -231,27 +177,6 @@ def train_host_waits_inside(first, second, side, sleep, /, x):
         a = (sleep(x) @ first).clamp(-2, 2)
     side.synchronize()
     return (a @ second + x).sum()
-
-
-@training("the stream is made current by set_stream, which is ignored (#109848)", weights=2)
-def train_set_stream(first, second, side, sleep, /, x):
-    before = current()
-    fork(side)
-    torch.cuda.set_stream(side)
-    a = sleep(x @ first).relu()
-    torch.cuda.set_stream(before)
-    b = x @ second
-    join(side)
-    return (a + b).sum()
-
-
-@training("stream(None) is an error (#196193)", weights=1)
-def train_stream_none(weight, side, sleep, /, x):
-    fork(side)
-    with torch.cuda.stream(side), torch.cuda.stream(None):
-        a = sleep(x @ weight).relu()
-    join(side)
-    return (a * x).sum()
 
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
@@ -300,54 +225,6 @@ def train_stream_across_graph_break(k: Kit) -> Any:
 
 
 # ---- memory, fusion and passes
-
-
-@training("a diamond: both arms read one buffer, which the backward writes again too early (#178549)")
-def train_diamond(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    weights = trained(k, 3)
-
-    def forward(x):
-        top = (x @ weights[0]).relu()
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = (sleep(top) @ weights[1]).relu()
-        with torch.cuda.stream(two):
-            b = top @ weights[2]
-        join(one, two)
-        return (a - b).sum()
-
-    return trains(k, forward, *weights)
-
-
-@training("a pointwise producer of one stream is computed inside a kernel of another (#177324)", weights=1)
-def train_producer_not_inlined(weight, side, sleep, /, x):
-    fork(side)
-    with torch.cuda.stream(side):
-        a = sleep(x * weight).clamp(-2, 2) * 2 + 1
-    join(side)
-    b = a * 3 - x
-    fork(side)
-    with torch.cuda.stream(side):
-        c = b.clamp(-4, 4) + a
-    join(side)
-    return (c - 1).sum()
-
-
-@training(
-    "softmax in front of a matmul loses its stream in the pattern replacement (#189095)",
-    tensors(whole_numbers(64, 512), whole_numbers(512, 64)),
-    tolerance=1e-3,
-    weights=1,
-    leaves=2,
-)
-def train_softmax_then_matmul(weight, side, sleep, /, x, y):
-    fork(side)
-    with torch.cuda.stream(side):
-        a = torch.softmax(sleep(x), -1) @ y
-    b = x[:, :64] @ weight
-    join(side)
-    return (a * b).sum() / 256
 
 
 def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:

@@ -26,55 +26,6 @@ def blocking_copy_ahead_of_a_partition_on_its_stream(k):
     return calls(k, fn)
 
 
-@found("x y pinned")
-def concatenation_of_two_partitions(k):
-    s3 = k.stream()
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(x, y, pinned):
-        x[:, ::2].add_(y[:, ::2])
-        x.clamp_(-2, 2)
-        v1 = pinned.to("cuda")
-        with torch.cuda.stream(s3):
-            v2 = y * 2
-            v3 = torch.cat([v1, y])[16:48]
-            v4 = sleep(y) + buffer
-        done1 = s3.record_event()
-        done1.wait()
-        return v1, v2, v3, v4
-
-    return calls(k, fn, [buffer])
-
-
-@found("x y state ready")
-def constant_that_is_copied_to_the_host_by_the_last_frame(k):
-    s1, s2 = k.stream(), k.stream()
-    w1 = weight(k)
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(x, y, state, ready):
-        current = torch.cuda.current_stream()
-        v3 = sleep(x) * 3
-        current.wait_event(ready)
-        v4 = buffer.t().contiguous()
-        v5 = v4 @ w1
-        v4.clamp_(-2, 2)
-        with torch.cuda.stream(s1):
-            done1 = current.record_event()
-            done1.wait()
-            v6 = v3.relu()
-        done2 = s2.record_event()
-        current.wait_stream(s1)
-        v7 = int(v6.detach().amax().item())
-        v8 = torch.full((32, 32), 1.0 if v7 > 0 else 0.0, device="cuda")
-        v9 = v8.cpu()
-        return v5, v6, v8, v9
-
-    return calls(k, fn, [buffer])
-
-
 # Copies into a clone of what a user's kernel fills: the clone is dropped, and its memory was made anew, unfilled.
 @found("x pinned")
 def copies_into_a_clone_of_what_a_users_kernel_fills(k):
@@ -247,36 +198,6 @@ def copy_that_blocks_the_host_orders_a_stream_that_is_only_recorded(k):
         v1 = buffer.cpu()
         buffer.record_stream(s4)
         return (v1,)
-
-    return calls(k, fn, [buffer])
-
-
-@found("y state pinned ready n")
-def copy_that_is_returned_and_its_source_is_read_behind_a_copy_that_blocks(k):
-    s4, s5 = k.stream(), k.stream()
-    w1 = weight(k)
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(y, state, pinned, ready, n):
-        current = torch.cuda.current_stream()
-        v1 = sleep(y) @ w1
-        with torch.cuda.stream(s4):
-            s4.wait_event(ready)
-            v2 = state.detach().clone()
-            for _ in range(n):
-                v2 = v2.clamp(-2, 2) + 1
-            done1 = current.record_event()
-            with torch.cuda.stream(s5):
-                v3 = y[:, 1:]
-                done1.wait()
-                v4 = v1.clone()
-                v5 = pinned.to("cuda")
-                v6 = sleep(v1) + v5
-        current.wait_stream(s4)
-        done2 = s5.record_event()
-        done2.wait()
-        return v3, v4, v5, v6
 
     return calls(k, fn, [buffer])
 
@@ -501,35 +422,6 @@ def input_is_read_through_a_view_of_a_copy_of_it(k):
     return calls(k, fn, [buffer])
 
 
-@found("y state pinned")
-def input_that_was_copied_to_another_is_read_in_its_place_on_another_stream(k):
-    s1, s2 = k.stream(), k.stream()
-    sleep = k.sleep
-
-    def fn(y, state, pinned):
-        current = torch.cuda.current_stream()
-        v1 = state.view(32, 32)
-        y[4:20].copy_(state[8:24])
-        v2 = pinned.to("cuda", non_blocking=True)
-        state.copy_(y)
-        done1 = current.record_event()
-        with torch.cuda.stream(s1):
-            done1.wait()
-            v5 = v2.clamp(-1, 1) @ v1.sign()
-            with torch.cuda.stream(s2):
-                done2 = torch.cuda.Event()
-                done2.record(current)
-                s2.wait_event(done2)
-                v6 = sleep(y) + state
-        done3 = torch.cuda.Event()
-        done3.record(s1)
-        current.wait_event(done3)
-        current.wait_stream(s2)
-        return v5, v6
-
-    return calls(k, fn)
-
-
 # Memory is read, through a clone that a pass drops, after its stream waited for the clone.
 @found("pinned")
 def memory_of_a_dropped_clone_is_read_after_its_stream_waited(k):
@@ -565,21 +457,6 @@ def memory_of_another_regions_side_stream(k):
         return v2, v3
 
     return calls(k, fn)
-
-
-@found("pinned")
-def memory_that_lives_on_is_filled_beside_its_reader(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(pinned):
-        v1 = pinned.to("cuda")
-        with torch.cuda.stream(s1):
-            v2 = v1 + buffer
-            v1.zero_()
-        return v1, v2
-
-    return calls(k, fn, [buffer])  # unjoined
 
 
 @found("x pinned")
@@ -630,20 +507,6 @@ def record_stream_of_an_upload_on_another_stream(k):
     return calls(k, fn, [buffer])
 
 
-@found("x pinned")
-def recorded_tensor_that_a_copy_of_a_list_fills(k):
-    s1 = k.stream()
-
-    def fn(x, pinned):
-        v1 = x + 1
-        v1.record_stream(s1)
-        v2 = v1 * 2
-        torch._foreach_copy_([v1], [pinned], non_blocking=True)
-        return v1, v2
-
-    return calls(k, fn)
-
-
 @found("y pinned n")
 def result_is_read_in_the_place_of_what_it_was_copied_to(k):
     s1 = k.stream()
@@ -660,62 +523,6 @@ def result_is_read_in_the_place_of_what_it_was_copied_to(k):
         return v1, v2
 
     return calls(k, fn)  # unjoined
-
-
-@found("y state pinned")
-def returned_view_of_a_part_of_a_concatenation(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(y, state, pinned):
-        current = torch.cuda.current_stream()
-        v1 = buffer.clamp(-1, 1) * y
-        with torch.cuda.stream(s1):
-            s1.wait_stream(current)
-            v2 = buffer.cumsum(0)
-        v3 = pinned.to("cuda", non_blocking=True)
-        current.wait_stream(s1)
-        v4 = torch.cat([v2, buffer])[16:48]
-        v5 = double(state.detach())
-        v6 = (sleep(v2) + state).clamp(-2, 2)
-        v7 = v4.clamp(-1, 1) @ buffer.sign()
-        v8 = v2[1:]
-        return v5, v6, v7, v8
-
-    return calls(k, fn, [buffer])
-
-
-@found("x y pinned n")
-def sum_with_zeros_is_updated_behind_a_record(k):
-    s1 = k.stream()
-    e2 = torch.cuda.Event()
-    w1 = weight(k)
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(x, y, pinned, n):
-        current = torch.cuda.current_stream()
-        v1 = torch.zeros_like(buffer)
-        v2 = v1 + y
-        v3 = y.detach().amax(1, keepdim=True)
-        torch._dynamo.graph_break()
-        v4 = buffer.sum(1, keepdim=True)
-        y[4:20].copy_(buffer[8:24])
-        v5 = pinned.to("cuda", non_blocking=True)
-        v6 = (sleep(v5) + v4).clamp(-2, 2)
-        y.record_stream(s1)
-        v7 = v6.detach().clone()
-        for _ in range(n):
-            v7 = v7.clamp(-2, 2) + 1
-        v8 = x + 1
-        v9 = torch.ones(32, 32, device="cuda")
-        v10 = v9 @ w1
-        e2.record(current)
-        v2.add_(v9)
-        return v7, v8, v9, v10
-
-    return calls(k, fn, [buffer])
 
 
 @found("y state ready")
@@ -779,43 +586,6 @@ def upload_of_which_another_stream_reads_a_copy(k):
     return calls(k, fn)
 
 
-@found("x y state pinned ready")
-def upload_that_another_stream_writes_to_an_input(k):
-    s1, s2 = k.stream(), k.stream()
-
-    def fn(x, y, state, pinned, ready):
-        current = torch.cuda.current_stream()
-        with torch.cuda.stream(s1):
-            s1.wait_event(ready)
-            v1 = y + state
-            v2 = pinned.to("cuda")
-            with torch.cuda.stream(s2):
-                x.copy_(v2)
-        current.wait_stream(s2)
-        return v1, v2
-
-    return calls(k, fn)
-
-
-@found("state pinned")
-def upload_that_blocks_behind_an_operator_that_writes_a_buffer(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(state, pinned):
-        current = torch.cuda.current_stream()
-        add_to(buffer, state)
-        buffer.clamp_(-2, 2)
-        v1 = pinned.to("cuda")
-        torch._dynamo.graph_break()
-        with torch.cuda.stream(s1):
-            v2 = buffer * 2
-        current.wait_stream(s1)
-        return v1, v2
-
-    return calls(k, fn, [buffer])
-
-
 @found("state pinned")
 def upload_that_blocks_behind_an_update_of_a_buffer(k):
     s1 = k.stream()
@@ -831,29 +601,6 @@ def upload_that_blocks_behind_an_update_of_a_buffer(k):
         torch._dynamo.graph_break()
         with torch.cuda.stream(s1):
             v4 = sleep(state) + buffer
-        done1 = torch.cuda.Event()
-        done1.record(s1)
-        current.wait_event(done1)
-        return v1, v2, v3, v4
-
-    return calls(k, fn, [buffer])
-
-
-@found("x y state pinned n")
-def upload_that_blocks_in_a_frame_without_stream_operations(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(x, y, state, pinned, n):
-        current = torch.cuda.current_stream()
-        y[:, ::2].add_(state[:, ::2])
-        y.clamp_(-2, 2)
-        v1 = x + buffer
-        v2 = (buffer.sum()).clamp(-2, 2)
-        v3 = pinned.to("cuda")
-        torch._dynamo.graph_break()
-        with torch.cuda.stream(s1):
-            v4 = v1 * 2 if n > 2 else v1 + x
         done1 = torch.cuda.Event()
         done1.record(s1)
         current.wait_event(done1)
@@ -946,27 +693,6 @@ def view_by_a_call_behind_a_record(k):
         return v1, v2 + v1, v3
 
     return calls(k, fn, loads=(side, [0, 1, 2]))
-
-
-@found("x y pinned n")
-def view_of_a_constant_of_another_stream(k):
-    s1 = k.stream()
-    sleep = k.sleep
-
-    def fn(x, y, pinned, n):
-        current = torch.cuda.current_stream()
-        v1 = pinned.to("cuda")
-        v2 = x.cumsum(0)
-        v3 = torch.ones(32, 32, device="cuda")
-        with torch.cuda.stream(s1):
-            s1.wait_stream(current)
-            v4 = v2.t().contiguous()
-            v5 = (sleep(v4) + v4).clamp(-2, 2) if n > 0 else (sleep(v4) + v4).clamp(-2, 2)
-            v6 = double(y.detach())
-            v7 = v3[3:4]
-        return v1, v4, v5, v6, v7
-
-    return calls(k, fn)  # unjoined
 
 
 @found("y state pinned")

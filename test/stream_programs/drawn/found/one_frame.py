@@ -569,20 +569,6 @@ def record_stream_of_an_input_that_was_updated(k):
 
 
 @found("x")
-def record_stream_of_an_input_that_was_zeroed(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(x):
-        x.zero_()
-        x.record_stream(s1)
-        v1 = x.view(32, 32)
-        return v1, x + buffer
-
-    return calls(k, fn, [buffer])
-
-
-@found("x")
 def record_stream_of_what_is_converted_there_and_back(k):
     s1 = k.stream()
 

@@ -432,27 +432,6 @@ def returned_views_of_a_leaf_on_two_side_streams(k):
     return trains(k, fn, 0, [])
 
 
-@found("x y")
-def row_that_an_update_left_alone_which_the_host_had_waited_for_in_training(k):
-    s3 = k.stream()
-    w0 = weight(k, True)
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        v1 = y @ w0
-        v2 = v1 * 2
-        v3 = v1 + x
-        with torch.cuda.stream(s3):
-            done1 = torch.cuda.Event()
-            done1.record(current)
-            done1.synchronize()
-            v2[4:20].copy_(x[8:24])
-            v4 = v2[3:4]
-        return v3, v4
-
-    return trains(k, fn, 0, [w0], [])
-
-
 @found("y")
 def saved_view_of_what_is_computed_after_the_host_waited(k):
     s1 = k.stream()
@@ -490,30 +469,6 @@ def side_view_of_a_leaf_that_a_view_without_users_reads_first(k):
         return v3, v4, v5, v6
 
     return trains(k, fn, 0, [], [buffer])
-
-
-@found("x y state ready")
-def update_of_a_result_of_an_earlier_frame_that_needs_a_gradient(k):
-    s1 = k.stream()
-    w1 = weight(k, True)
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(x, y, state, ready):
-        with torch.cuda.stream(s1):
-            ready.wait()
-            v1 = state * 2
-            v2 = sleep(y) @ w1
-            torch._dynamo.graph_break()
-            with torch.cuda.stream(s1):
-                v3 = torch.where(buffer > 0, buffer, state)
-                v2.mul_(2)
-                v4 = sleep(x) * 3
-        done1 = s1.record_event()
-        done1.wait()
-        return v1, v2, v3, v4
-
-    return trains(k, fn, 0, [w1], [buffer])
 
 
 # Update of memory of another stream in an autograd function: the result was taken for memory of the side stream.
