@@ -163,10 +163,7 @@ WAW: scratch is written twice in no order
         self.clean(nodes, edges)
         report = check(nodes, edges, kernels={"add": "ru"})
         self.assertEqual(
-            [(r.kind, r.edge) for r in report.races],
-            [
-                ("RAW", "a path of edges from `node 1: add` to `node 2: add`"),
-            ],
+            [(r.kind, r.edge) for r in report.races], [("RAW", "a path of edges from `node 1: add` to `node 2: add`")]
         )
 
     def test_edges_that_others_imply(self) -> None:

@@ -230,7 +230,7 @@ reuse: y may get memory of x that is still in use
         self.t.launch("fill again", "main", writes=[y])
         self.finds(
             "reuse: main must wait, before `fill`, for an event that side records after `use`, or x needs "
-            "record_stream(side) before it is freed",
+            "record_stream(side) before it is freed"
         )
 
     def test_record_stream_of_another_stream(self) -> None:
@@ -242,7 +242,7 @@ reuse: y may get memory of x that is still in use
         self.t.launch("fill", "main", writes=[self.t.alloc("y", 64, on="main")])
         self.finds(
             "reuse: main must wait, before `fill`, for an event that side records after `use`, or x needs "
-            "record_stream(side) before it is freed",
+            "record_stream(side) before it is freed"
         )
 
     def test_used_after_free(self) -> None:
@@ -554,7 +554,7 @@ class TestBoundary(ReportTest):
         self.t.launch("compute", HOST, writes=[h])
         self.t.boundary("the call", h, events=["fork"])
         self.finds(
-            "note: after the call, h may be read by fork, host, main, side, overwritten by fork, host, main, side",
+            "note: after the call, h may be read by fork, host, main, side, overwritten by fork, host, main, side"
         )
 
     def test_memory_that_may_be_handed_on(self) -> None:

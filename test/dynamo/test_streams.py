@@ -388,8 +388,7 @@ class TestCurrentStream(StreamTestCase):
                 y = x + 1
             return y * 2
 
-        _, graphs = self.trace(fn, self.x)
-        self.expect(graphs, "add = add(l_x_, 1) @2; mul = mul(add, 2); return mul")
+        self.expect(self.trace(fn, self.x)[1], "add = add(l_x_, 1) @2; mul = mul(add, 2); return mul")
         self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
 
     def test_set_stream_in_an_inlined_function_lasts(self) -> None:
@@ -400,8 +399,7 @@ class TestCurrentStream(StreamTestCase):
             use(s)
             return x + 1
 
-        _, graphs = self.trace(fn, self.x, self.s)
-        self.expect(graphs, "add = add(l_x_, 1) @1; return add")
+        self.expect(self.trace(fn, self.x, self.s)[1], "add = add(l_x_, 1) @1; return add")
         self.assertEqual(torch.cuda.current_stream(), self.s)
 
     def test_set_stream_back_leaves_the_caller_where_it_was(self) -> None:
@@ -445,8 +443,7 @@ class TestSyncs(StreamTestCase):
             return y
 
         self.expect(
-            fn,
-            "wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add",
+            fn, "wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add"
         )
 
     def test_event_methods(self) -> None:
@@ -465,19 +462,12 @@ class TestSyncs(StreamTestCase):
             s.synchronize()
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x, torch.cuda.Event())[1]),
-            """\
-record_event = record_event(1, 0)
-wait_event = wait_event(1, 2)
-add = add(l_x_, 1) @2
-record_event_1 = record_event(1, 2) @2
-wait_event_1 = wait_event(1, 0)
-record_event_2 = record_event(1, 2)
-wait_event_2 = wait_event(1, 2)
-synchronize_event = synchronize_event(1)
-synchronize_stream = synchronize_stream(2)
-return add""",
+        self.expect(
+            self.trace(fn, self.x, torch.cuda.Event())[1],
+            "record_event = record_event(1, 0); wait_event = wait_event(1, 2); add = add(l_x_, 1) @2; "
+            "record_event_1 = record_event(1, 2) @2; wait_event_1 = wait_event(1, 0); "
+            "record_event_2 = record_event(1, 2); wait_event_2 = wait_event(1, 2); "
+            "synchronize_event = synchronize_event(1); synchronize_stream = synchronize_stream(2); return add",
         )
 
     def test_record_event_makes_an_event_and_records_nothing_while_tracing(self) -> None:
@@ -538,15 +528,11 @@ return add""",
             torch.accelerator.synchronize()
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-synchronize_device = synchronize_device(cuda, None)
-synchronize_device_1 = synchronize_device(cuda, 0)
-synchronize_device_2 = synchronize_device(cuda, 0)
-synchronize_device_3 = synchronize_device(cuda, None)
-return add""",
+        self.expect(
+            fn,
+            "add = add(l_x_, 1); synchronize_device = synchronize_device(cuda, None); "
+            "synchronize_device_1 = synchronize_device(cuda, 0); synchronize_device_2 = synchronize_device(cuda, 0); "
+            "synchronize_device_3 = synchronize_device(cuda, None); return add",
         )
 
     def test_record_stream(self) -> None:
@@ -602,17 +588,11 @@ class TestRunTimeValues(StreamTestCase):
         def fn(x, s, event):
             return x + 1, s.query(), event.query()
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s, torch.cuda.Event()),
-            """\
-add = add(l_x_, 1)
-query_stream_default = query_stream(1)
-item = item(query_stream_default)
-ne = ne(item, 0)
-query_event_default = query_event(2)
-item_1 = item(query_event_default)
-ne_1 = ne(item_1, 0)
-return add, ne, ne_1""",
+            "add = add(l_x_, 1); query_stream_default = query_stream(1); item = item(query_stream_default); "
+            "ne = ne(item, 0); query_event_default = query_event(2); item_1 = item(query_event_default); "
+            "ne_1 = ne(item_1, 0); return add, ne, ne_1",
         )
 
     def test_elapsed_time_comes_from_the_run(self) -> None:
@@ -624,29 +604,21 @@ return add, ne, ne_1""",
             end.synchronize()
             return y, start.elapsed_time(end_event=end)
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x),
-            """\
-record_event = record_event(1, 0)
-add = add(l_x_, 1)
-record_event_1 = record_event(2, 0)
-synchronize_event = synchronize_event(2)
-elapsed_time_default = elapsed_time(1, 2)
-return add, elapsed_time_default""",
+            "record_event = record_event(1, 0); add = add(l_x_, 1); record_event_1 = record_event(2, 0); "
+            "synchronize_event = synchronize_event(2); elapsed_time_default = elapsed_time(1, 2); "
+            "return add, elapsed_time_default",
         )
 
     def test_elapsed_time_is_a_number_one_can_compute_with(self) -> None:
         def fn(x, start, end):
             return x * (start.elapsed_time(end) / 1000)
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.recorded(), self.recorded()),
-            """\
-elapsed_time_default = elapsed_time(1, 2)
-item = item(elapsed_time_default)
-truediv = truediv(item, 1000)
-mul = mul(l_x_, truediv)
-return mul""",
+            "elapsed_time_default = elapsed_time(1, 2); item = item(elapsed_time_default); "
+            "truediv = truediv(item, 1000); mul = mul(l_x_, truediv); return mul",
         )
 
     def test_query_twice_asks_twice(self) -> None:
@@ -654,17 +626,11 @@ return mul""",
             first = s.query()
             return x + 1, first, s.query()
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s),
-            """\
-query_stream_default = query_stream(1)
-add = add(l_x_, 1)
-item = item(query_stream_default)
-ne = ne(item, 0)
-query_stream_default_1 = query_stream(1)
-item_1 = item(query_stream_default_1)
-ne_1 = ne(item_1, 0)
-return add, ne, ne_1""",
+            "query_stream_default = query_stream(1); add = add(l_x_, 1); item = item(query_stream_default); "
+            "ne = ne(item, 0); query_stream_default_1 = query_stream(1); item_1 = item(query_stream_default_1); "
+            "ne_1 = ne(item_1, 0); return add, ne, ne_1",
         )
 
     def test_query_without_fullgraph_stays_in_the_graph(self) -> None:
@@ -681,17 +647,10 @@ return add, ne, ne_1""",
                 return y * 2
             return y - 3
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s, fullgraph=False),
-            """\
-add = add(l_x_, 1)
-query_stream_default = query_stream(1)
-item = item(query_stream_default)
-ne = ne(item, 0)
-return ne, add
-----
-mul = mul(l_y_, 2)
-return mul""",
+            "add = add(l_x_, 1); query_stream_default = query_stream(1); item = item(query_stream_default); "
+            "ne = ne(item, 0); return ne, add; ----; mul = mul(l_y_, 2); return mul",
         )
 
     def test_branch_on_query_under_fullgraph_is_an_error_that_names_the_line(self) -> None:
@@ -737,17 +696,11 @@ return mul""",
 
         compiled, graphs = self.compile(fn)
         self.assertEqual(compiled(self.x, self.s)[1:], (False, False))
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-is_capturing_default = is_capturing(1, 0) @1
-add = add(l_x_, 1) @1
-item = item(is_capturing_default) @1
-ne = ne(item, 0) @1
-is_capturing_default_1 = is_capturing(0, 0)
-item_1 = item(is_capturing_default_1)
-ne_1 = ne(item_1, 0)
-return add, ne_1, ne""",
+        self.expect(
+            graphs,
+            "is_capturing_default = is_capturing(1, 0) @1; add = add(l_x_, 1) @1; "
+            "item = item(is_capturing_default) @1; ne = ne(item, 0) @1; is_capturing_default_1 = is_capturing(0, 0); "
+            "item_1 = item(is_capturing_default_1); ne_1 = ne(item_1, 0); return add, ne_1, ne",
         )
         with mock.patch("torch.cuda.graphs._cuda_isCurrentStreamCapturing", lambda: True):
             self.assertEqual(compiled(self.x, self.s)[1:], (True, True))
@@ -802,15 +755,10 @@ return add, ne_1, ne""",
             s = torch.cuda.Stream()
             return x + 1, s.cuda_stream, s.stream_id
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x),
-            """\
-add = add(l_x_, 1)
-stream_handle_default = stream_handle(1)
-item = item(stream_handle_default)
-stream_id_default = stream_id(1)
-item_1 = item(stream_id_default)
-return add, item, item_1""",
+            "add = add(l_x_, 1); stream_handle_default = stream_handle(1); item = item(stream_handle_default); "
+            "stream_id_default = stream_id(1); item_1 = item(stream_id_default); return add, item, item_1",
         )
 
     def test_comparison_of_a_stream_of_the_frame_comes_from_the_run(self) -> None:
@@ -820,18 +768,11 @@ return add, item, item_1""",
             s = torch.cuda.Stream()
             return x + 1, s == other, s != other, s == s
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s),
-            """\
-add = add(l_x_, 1)
-same_stream_default = same_stream(1, 2)
-item = item(same_stream_default)
-ne = ne(item, 0)
-same_stream_default_1 = same_stream(1, 2)
-item_1 = item(same_stream_default_1)
-ne_1 = ne(item_1, 0)
-sym_not = sym_not(ne_1)
-return add, ne, sym_not""",
+            "add = add(l_x_, 1); same_stream_default = same_stream(1, 2); item = item(same_stream_default); "
+            "ne = ne(item, 0); same_stream_default_1 = same_stream(1, 2); item_1 = item(same_stream_default_1); "
+            "ne_1 = ne(item_1, 0); sym_not = sym_not(ne_1); return add, ne, sym_not",
         )
 
     def test_users_own_item_still_breaks_the_graph(self) -> None:
@@ -889,16 +830,11 @@ class TestObjects(StreamTestCase):
                 GLOBAL_EVENT.wait()
                 return y
 
-        self.assertExpectedInline(
-            str(self.trace(Module(), self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-record_event = record_event(2, 1) @1
-wait_event = wait_event(2, 3) @3
-mul = mul(add, 2) @3
-record_event_1 = record_event(4, 3) @3
-wait_event_1 = wait_event(4, 0)
-return mul""",
+        self.expect(
+            self.trace(Module(), self.x)[1],
+            "add = add(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 3) @3; "
+            "mul = mul(add, 2) @3; record_event_1 = record_event(4, 3) @3; wait_event_1 = wait_event(4, 0); "
+            "return mul",
         )
 
     def test_another_stream_as_argument_needs_no_new_code(self) -> None:
@@ -1105,21 +1041,13 @@ return mul""",
             return total
 
         batches = [torch.empty(8, device="cpu") for _ in range(2)]
-        self.assertExpectedInline(
-            str(self.trace(fn, batches, self.x)[1]),
-            """\
-mul = mul(l_w_, 0)
-to = to(l_batches_0_, cuda) @1
-wait_stream = wait_stream(0, 1)
-record_stream = record_stream(to, 0)
-mul_1 = mul(to, l_w_)
-add = add(mul, mul_1)
-to_1 = to(l_batches_1_, cuda) @1
-wait_stream_1 = wait_stream(0, 1)
-record_stream_1 = record_stream(to_1, 0)
-mul_2 = mul(to_1, l_w_)
-add_1 = add(add, mul_2)
-return add_1""",
+        self.expect(
+            self.trace(fn, batches, self.x)[1],
+            "mul = mul(l_w_, 0); to = to(l_batches_0_, cuda) @1; wait_stream = wait_stream(0, 1); "
+            "record_stream = record_stream(to, 0); mul_1 = mul(to, l_w_); add = add(mul, mul_1); "
+            "to_1 = to(l_batches_1_, cuda) @1; wait_stream_1 = wait_stream(0, 1); "
+            "record_stream_1 = record_stream(to_1, 0); mul_2 = mul(to_1, l_w_); add_1 = add(add, mul_2); "
+            "return add_1",
         )
 
 
@@ -1348,9 +1276,8 @@ class TestGraphBreaks(StreamTestCase):
                 y = y * 2
             return y - 3
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
         self.expect(
-            graphs,
+            self.trace(fn, self.x, fullgraph=False)[1],
             "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 3); return sub",
         )
         self.assertEqual(seen, [s])
@@ -1389,9 +1316,8 @@ class TestGraphBreaks(StreamTestCase):
             look()
             return y / 4
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
         self.expect(
-            graphs,
+            self.trace(fn, self.x, fullgraph=False)[1],
             "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul; ----; "
             "sub = sub(l_y_, 3) @1; return sub; ----; truediv = truediv(l_y_, 4); return truediv",
         )
@@ -1406,8 +1332,10 @@ class TestGraphBreaks(StreamTestCase):
                 y = y * 2
             return y, s
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.expect(graphs, "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul")
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul",
+        )
 
     def test_stream_alive_across_a_break_stays_a_stream(self) -> None:
         """pytorch#187472, #184487: it became a StreamContext, and waits after the break were left out."""
@@ -1442,8 +1370,10 @@ class TestGraphBreaks(StreamTestCase):
             with context:
                 return y * 2
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.expect(graphs, "add = add(l_x_, 1); return add; ----; mul = mul(l_y_, 2) @1; return mul")
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1); return add; ----; mul = mul(l_y_, 2) @1; return mul",
+        )
 
     def test_set_stream_before_a_break_holds_for_it_and_after(self) -> None:
         s = self.s
@@ -1479,9 +1409,8 @@ class TestGraphBreaks(StreamTestCase):
                 y = y * 2
             return y - 3
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
         self.expect(
-            graphs,
+            self.trace(fn, self.x, fullgraph=False)[1],
             "add = add(l_x_, 1) @2; return add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 3); return sub",
         )
         self.assertEqual([*seen, torch.cuda.current_stream()], [s2, torch.cuda.default_stream()])
@@ -1498,18 +1427,10 @@ class TestGraphBreaks(StreamTestCase):
             return y
 
         _, graphs = self.trace(fn, self.x, torch.cuda.Event(), fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-query_event_default = query_event(2) @1
-item = item(query_event_default) @1
-ne = ne(item, 0) @1
-return ne, add
-----
-mul = mul(l_y_, 2) @1
-sub = sub(mul, 4) @1
-return sub""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @1; query_event_default = query_event(2) @1; item = item(query_event_default) @1; "
+            "ne = ne(item, 0) @1; return ne, add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 4) @1; return sub",
         )
 
 
@@ -1759,13 +1680,10 @@ class TestLookups(StreamTestCase):
             with torch.cuda.device_of(x), torch.cuda.device_of(host), s:
                 return x * 2
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x, torch.empty(2, device="cpu"), self.s)[1]),
-            """\
-_cuda_exchange_device = _cuda_exchangeDevice(0)
-mul = mul(l_x_, 2) @1
-_cuda_maybe_exchange_device = _cuda_maybeExchangeDevice(_cuda_exchange_device)
-return mul""",
+        self.expect(
+            self.trace(fn, self.x, torch.empty(2, device="cpu"), self.s)[1],
+            "_cuda_exchange_device = _cuda_exchangeDevice(0); mul = mul(l_x_, 2) @1; "
+            "_cuda_maybe_exchange_device = _cuda_maybeExchangeDevice(_cuda_exchange_device); return mul",
         )
 
     def test_frame_without_streams_is_traced_as_on_stock(self) -> None:
@@ -1985,15 +1903,12 @@ return add"""
                 return x * 2
 
         self.assertEqual(self.graph(fn, self.x, self.s), "mul = mul(l_x_, 2) @1\nreturn mul")
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s, nvtx=True),
-            """\
-range_push_default = range_push(record_function, outer, None)
-range_push_default_1 = range_push(nvtx, inner, None)
-mul = mul(l_x_, 2) @1
-range_pop_default = range_pop(nvtx) @0
-range_pop_default_1 = range_pop(record_function) @0
-return mul""",
+            "range_push_default = range_push(record_function, outer, None); "
+            "range_push_default_1 = range_push(nvtx, inner, None); mul = mul(l_x_, 2) @1; "
+            "range_pop_default = range_pop(nvtx) @0; range_pop_default_1 = range_pop(record_function) @0; "
+            "return mul",
         )
 
     def test_name_that_only_the_run_knows_is_refused_where_it_is_wanted(self) -> None:

@@ -690,11 +690,7 @@ def side_stream_updates_behind_a_copy_between_graphs(side, sleep, /, x, state, h
     return x * 2
 
 
-@program(
-    "the same, of the current stream's work, for which the side stream waits",
-    _WITH_HOST_MEMORY,
-    finish=joins_all,
-)
+@program("the same, of the current stream's work, for which the side stream waits", _WITH_HOST_MEMORY, finish=joins_all)
 def side_stream_waits_behind_a_copy_between_graphs(side, sleep, /, x, state, host):
     current = torch.cuda.current_stream()
     side.wait_stream(current)

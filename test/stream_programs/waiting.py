@@ -265,10 +265,7 @@ def only_cpu_work_in_stream(side, /, h):
 
 
 @program("a constant returned after wait_stream: names that don't exist (#194234)", tensors())
-def constant_after_wait(
-    side,
-    /,
-):
+def constant_after_wait(side, /):
     torch.cuda.current_stream().wait_stream(side)
     return 3
 

@@ -859,10 +859,7 @@ return (cos,)""",
         r = compile_only(two_streams, cuda(8, 8, requires_grad=True), backward=True)
         self.assertEqual(
             [(region.kind, region.frame.name) for region in r.regions],
-            [
-                ("forward", "two_streams"),
-                ("backward", "two_streams"),
-            ],
+            [("forward", "two_streams"), ("backward", "two_streams")],
         )
         self.assertEqual(r.plans, [p for region in r.regions for p in region.plans])
         self.assertEqual(len(r.plans), 2)
