@@ -49,18 +49,6 @@ def generic_stream_outside(k: Kit) -> Any:
     return fn
 
 
-@program("a stream made inside is made while tracing, or anew without end")
-def cuda_stream_made_inside(sleep, /, x):
-    current = torch.cuda.current_stream()
-    side = torch.cuda.Stream()
-    x = sleep(x + 1)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        a = _branch(sleep(x))
-    current.wait_stream(side)
-    return a + x
-
-
 @program("torch.Stream made inside, with a device")
 def generic_stream_made_inside(sleep, /, x):
     current = torch.accelerator.current_stream()

@@ -175,15 +175,6 @@ def train_chain_over_streams(k: Kit) -> Any:
     return trains(k, forward, *weights)
 
 
-@training("nothing on the caller's stream: the whole layer is on a side stream", weights=2)
-def train_layer_on_side_stream(first, second, side, sleep, /, x):
-    fork(side)
-    with torch.cuda.stream(side):
-        loss = (sleep((x @ first).relu()) @ second).sum()
-    join(side)
-    return loss
-
-
 @training("outputs that the function leaves unjoined: the caller joins them before the loss")
 def train_unjoined_outputs(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep

@@ -150,33 +150,7 @@ def train_input_read_then_mutated(weight, reader, writer, sleep, /, x, cache):
     return (a * x).sum()
 
 
-@training(
-    "an operator that works in place overtakes the other stream's reader (sglang #29142)",
-    matrices(2),
-    weights=2,
-    leaves=0,
-)
-def train_in_place_operator_and_second_reader(first, second, side, sleep, /, x, y):
-    hidden = (x @ first).clamp(-2, 2)
-    fork(side)
-    with torch.cuda.stream(side):
-        shared = sleep(hidden) @ second
-    join(side)
-    total = hidden.detach().clone()
-    torch.ops.overlay_test.add_to(total, sleep(y))
-    return (shared + hidden * total).sum()
-
-
 # ---- events and waits
-
-
-@training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)", weights=2)
-def train_host_waits_inside(first, second, side, sleep, /, x):
-    fork(side)
-    with torch.cuda.stream(side):
-        a = (sleep(x) @ first).clamp(-2, 2)
-    side.synchronize()
-    return (a @ second + x).sum()
 
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)

@@ -1,7 +1,7 @@
 """Programs without a backward that copy between host and device."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import add_to, calls, double, F, scaled_into, torch, weight
+from stream_programs.drawn.kit import add_to, calls, F, scaled_into, torch, weight
 
 
 @found("x y state")
@@ -82,23 +82,6 @@ def copy_of_an_input_that_an_asynchronous_copy_fills(k):
         return (v1,)
 
     return calls(k, fn)
-
-
-@found("y pinned")
-def copy_of_an_updated_input_whose_source_is_returned(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(y, pinned):
-        current = torch.cuda.current_stream()
-        v1 = pinned.to("cuda")
-        with torch.cuda.stream(s1):
-            y.copy_(v1)
-        current.wait_stream(s1)
-        buffer.copy_(y)
-        return (v1,)
-
-    return calls(k, fn, [buffer])
 
 
 @found("x state pinned ready")
@@ -507,24 +490,6 @@ def record_stream_of_an_upload_on_another_stream(k):
     return calls(k, fn, [buffer])
 
 
-@found("y pinned n")
-def result_is_read_in_the_place_of_what_it_was_copied_to(k):
-    s1 = k.stream()
-
-    def fn(y, pinned, n):
-        current = torch.cuda.current_stream()
-        v1 = pinned.to("cuda")
-        y.copy_(v1)
-        with torch.cuda.stream(s1):
-            done1 = torch.cuda.Event()
-            done1.record(current)
-            s1.wait_event(done1)
-            v2 = y + y if n > 0 else y * 2
-        return v1, v2
-
-    return calls(k, fn)  # unjoined
-
-
 @found("y state ready")
 def update_of_another_streams_value_read_on_a_stream_of_a_block_around_a_graph_break(k):
     s1, s2 = k.stream(), k.stream()
@@ -609,39 +574,6 @@ def upload_that_blocks_behind_an_update_of_a_buffer(k):
     return calls(k, fn, [buffer])
 
 
-@found("x y state pinned")
-def upload_that_is_overwritten_before_a_graph_break(k):
-    s1, s2, s3 = k.stream(), k.stream(), k.stream()
-    e1 = torch.cuda.Event()
-    w0 = weight(k)
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(x, y, state, pinned):
-        current = torch.cuda.current_stream()
-        v1 = buffer.cpu()
-        v2 = state * 2
-        with torch.cuda.stream(s3):
-            v3 = pinned.to("cuda")
-            y.mul_(2)
-            y.clamp_(-2, 2)
-            v3.copy_(buffer)
-            v4 = x.clamp(-1, 1) @ y.sign()
-            v5 = sleep(buffer) * 3
-            torch._dynamo.graph_break()
-            with torch.cuda.stream(s1):
-                s1.wait_stream(current)
-                v6 = double(v2.detach())
-                e1.record(s3)
-                s1.wait_event(e1)
-                v7 = v5 @ w0
-                e1.record(s2)
-        current.wait_stream(s1)
-        return v1, v3, v4, v5, v6, v7
-
-    return calls(k, fn, [buffer])
-
-
 @found("state pinned")
 def upload_that_is_returned_and_copied_to_another_result(k):
     s1 = k.stream()
@@ -717,21 +649,6 @@ def view_of_an_input_is_copied_beside_the_stream_that_updates_it(k):
         return v2, v5, v6, v7, v8
 
     return calls(k, fn, [buffer])
-
-
-@found("pinned ready")
-def view_of_an_upload_on_a_side_stream(k):
-    s1 = k.stream()
-
-    def fn(pinned, ready):
-        with torch.cuda.stream(s1):
-            s1.wait_event(ready)
-            v1 = pinned.to("cuda")
-            v2 = v1.t()
-        v3 = pinned.to("cuda", non_blocking=True)
-        return v1, v2, v3
-
-    return calls(k, fn)
 
 
 @found("x state pinned")

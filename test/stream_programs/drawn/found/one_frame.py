@@ -534,22 +534,6 @@ def record_stream_of_a_copy_to_the_type_that_there_is(k):
     return calls(k, fn)
 
 
-@found("x y")
-def record_stream_of_a_result_that_is_a_copy(k):
-    s2 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(x, y):
-        y[4:20].copy_(buffer[8:24])
-        v1 = y.clone()
-        v2 = v1 + y
-        v3 = buffer.clamp(-1, 1) * x
-        v1.record_stream(s2)
-        return v1, v2, v3
-
-    return calls(k, fn, [buffer])
-
-
 @found("x")
 def record_stream_of_an_input_that_was_updated(k):
     s1 = k.stream()

@@ -249,33 +249,6 @@ def gradient_that_is_computed_early_on_a_stream_that_is_joined(k):
     return trains(k, fn, 0, [w1])
 
 
-@found("x y state ready")
-def host_computes_behind_a_synchronisation(k):
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(x, y, state, ready):
-        current = torch.cuda.current_stream()
-        v1 = buffer.relu()
-        v2 = sleep(y) + state
-        v3 = state.clamp(-1, 1) @ buffer.sign()
-        v4 = torch.ones(32, 32, device="cuda")
-        v5 = state[:, ::2]
-        v6 = v3.view(16, 64)
-        v7 = y.sum(1, keepdim=True)
-        v8 = int(state.detach().amax().item())
-        v9 = torch.full((32, 32), 1.0 if v8 > 0 else 0.0, device="cuda")
-        v10 = double(v6.detach())
-        current.wait_event(ready)
-        v11 = v9.to("cpu", non_blocking=True)
-        v12 = x.cumsum(0)
-        current.synchronize()
-        v13 = v11 * 2
-        return v10, v11, v12, v13
-
-    return trains(k, fn, 0, [], [buffer])
-
-
 @found("x y")
 def input_from_which_the_backward_computes_again(k):
     s1, s2 = k.stream(), k.stream()
@@ -447,28 +420,6 @@ def saved_view_of_what_is_computed_after_the_host_waited(k):
         return v1, v2
 
     return trains(k, fn, None, [w0], [buffer], loads=(s1, [0]))
-
-
-@found("x state pinned")
-def side_view_of_a_leaf_that_a_view_without_users_reads_first(k):
-    s1 = k.stream()
-    buffer = k.parameter(32, 32)
-
-    def fn(x, state, pinned):
-        current = torch.cuda.current_stream()
-        v1 = buffer + state
-        v2 = x[:, 5:6]
-        v3 = pinned.to("cuda", non_blocking=True)
-        with torch.cuda.stream(s1):
-            s1.wait_stream(current)
-            v4 = buffer * 2
-            v5 = torch.empty(32, 32, pin_memory=True)
-            v5.copy_(x.detach(), non_blocking=True)
-            v6 = x[3:4]
-        current.wait_stream(s1)
-        return v3, v4, v5, v6
-
-    return trains(k, fn, 0, [], [buffer])
 
 
 # Update of memory of another stream in an autograd function: the result was taken for memory of the side stream.
