@@ -132,64 +132,55 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
         return self.log[before:]
 
 
+def graph(text: str) -> Callable[..., Any]:
+    """A test of a function's graph, which is written in the place of the test."""
+    return lambda fn: lambda self: self.expect(fn, text)
+
+
 class TestContexts(StreamTestCase):
-    def test_with_stream_places_the_block(self) -> None:
-        def fn(x, s):
-            y = x + 1
-            with s:
-                y = y * 2
+    @graph("add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
+    def test_with_stream_places_the_block(x, s):
+        y = x + 1
+        with s:
+            y = y * 2
+        return y - 3
+
+    @graph("mul = mul(l_x_, 2) @1; sub = sub(mul, 3) @2; return sub")
+    def test_stream_context_function_and_class(x, s, s2):
+        with torch.cuda.stream(s):
+            y = x * 2
+        with torch.cuda.StreamContext(s2):
             return y - 3
 
-        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
+    @graph("add = add(l_x_, 1); mul = mul(add, 2) @1; return mul")
+    def test_stream_none_does_nothing(x, s):
+        with torch.cuda.stream(None):
+            y = x + 1
+        with s, torch.cuda.StreamContext(None):
+            return y * 2
 
-    def test_stream_context_function_and_class(self) -> None:
-        def fn(x, s, s2):
-            with torch.cuda.stream(s):
-                y = x * 2
-            with torch.cuda.StreamContext(s2):
-                return y - 3
+    @graph(
+        "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); return truediv"
+    )
+    def test_nested_streams_restore_the_outer_one(x, s, s2):
+        with s:
+            y = x + 1
+            with torch.cuda.stream(s2):
+                y = y * 2
+            y = y - 3
+        return y / 4
 
-        self.expect(fn, "mul = mul(l_x_, 2) @1; sub = sub(mul, 3) @2; return sub")
-
-    def test_stream_none_does_nothing(self) -> None:
-        def fn(x, s):
-            with torch.cuda.stream(None):
-                y = x + 1
-            with s, torch.cuda.StreamContext(None):
-                return y * 2
-
-        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; return mul")
-
-    def test_nested_streams_restore_the_outer_one(self) -> None:
-        def fn(x, s, s2):
-            with s:
-                y = x + 1
-                with torch.cuda.stream(s2):
-                    y = y * 2
-                y = y - 3
-            return y / 4
-
-        self.expect(
-            fn,
-            "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); "
-            "return truediv",
-        )
-
-    def test_stream_entered_inside_its_own_block(self) -> None:
-        def fn(x, s, s2):
-            with s:
-                with s2:
-                    with s:
-                        y = x + 1
-                    y = y * 2
-                y = y - 3
-            return y / 4
-
-        self.expect(
-            fn,
-            "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); "
-            "return truediv",
-        )
+    @graph(
+        "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); return truediv"
+    )
+    def test_stream_entered_inside_its_own_block(x, s, s2):
+        with s:
+            with s2:
+                with s:
+                    y = x + 1
+                y = y * 2
+            y = y - 3
+        return y / 4
 
     def test_entering_the_current_stream_is_index_0(self) -> None:
         def fn(x):
@@ -200,14 +191,12 @@ class TestContexts(StreamTestCase):
         self.expect(graphs, "add = add(l_x_, 1) @0; return add")
         self.assertEqual([info.index for info in graphs.objects[0]], [0])
 
-    def test_with_stream_as_gives_the_stream(self) -> None:
-        def fn(x, s):
-            with s as inner:
-                y = x + 1
-            inner.synchronize()
-            return y
-
-        self.expect(fn, "add = add(l_x_, 1) @1; synchronize_stream = synchronize_stream(1); return add")
+    @graph("add = add(l_x_, 1) @1; synchronize_stream = synchronize_stream(1); return add")
+    def test_with_stream_as_gives_the_stream(x, s):
+        with s as inner:
+            y = x + 1
+        inner.synchronize()
+        return y
 
     def test_context_made_before_the_function(self) -> None:
         context = torch.cuda.stream(self.s)
@@ -218,16 +207,14 @@ class TestContexts(StreamTestCase):
 
         self.expect(fn, "add = add(l_x_, 1) @1; return add")
 
-    def test_context_used_twice(self) -> None:
-        def fn(x, s):
-            context = torch.cuda.stream(s)
-            with context:
-                y = x + 1
-            y = y * 2
-            with context:
-                return y - 3
-
-        self.expect(fn, "add = add(l_x_, 1) @1; mul = mul(add, 2); sub = sub(mul, 3) @1; return sub")
+    @graph("add = add(l_x_, 1) @1; mul = mul(add, 2); sub = sub(mul, 3) @1; return sub")
+    def test_context_used_twice(x, s):
+        context = torch.cuda.stream(s)
+        with context:
+            y = x + 1
+        y = y * 2
+        with context:
+            return y - 3
 
     def test_context_in_an_inlined_function(self) -> None:
         s = self.s
@@ -241,16 +228,14 @@ class TestContexts(StreamTestCase):
 
         self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
 
-    def test_exception_in_the_block_leaves_it(self) -> None:
-        def fn(x, s):
-            try:
-                with s:
-                    y = x + 1
-                    raise ValueError
-            except ValueError:
-                return y * 2
-
-        self.expect(fn, "add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
+    @graph("add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
+    def test_exception_in_the_block_leaves_it(x, s):
+        try:
+            with s:
+                y = x + 1
+                raise ValueError
+        except ValueError:
+            return y * 2
 
     def test_annotations_end_with_the_frame(self) -> None:
         s = self.s
@@ -425,26 +410,20 @@ class TestCurrentStream(StreamTestCase):
         self.trace(fn, self.x, self.s)
         self.assertEqual(torch.cuda.current_stream(), self.s)
 
-    def test_set_stream_none(self) -> None:
-        def fn(x):
-            torch.cuda.set_stream(None)
-            return x + 1
-
-        self.expect(fn, "add = add(l_x_, 1); return add")
+    @graph("add = add(l_x_, 1); return add")
+    def test_set_stream_none(x):
+        torch.cuda.set_stream(None)
+        return x + 1
 
 
 class TestSyncs(StreamTestCase):
-    def test_fork_and_join_by_wait_stream(self) -> None:
-        def fn(x, s):
-            s.wait_stream(torch.cuda.current_stream())
-            with s:
-                y = x + 1
-            torch.cuda.current_stream().wait_stream(stream=s)
-            return y
-
-        self.expect(
-            fn, "wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add"
-        )
+    @graph("wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add")
+    def test_fork_and_join_by_wait_stream(x, s):
+        s.wait_stream(torch.cuda.current_stream())
+        with s:
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(stream=s)
+        return y
 
     def test_event_methods(self) -> None:
         s = self.s
@@ -503,60 +482,47 @@ class TestSyncs(StreamTestCase):
         )
         self.assertIs(same, event)
 
-    def test_event_recorded_after_an_input_mutation(self) -> None:
+    @graph(
+        "add_ = add_(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 0); "
+        "mul = mul(l_x_, 2); return mul"
+    )
+    def test_event_recorded_after_an_input_mutation(x, s):
         """Upstream refuses (pytorch#195573). The order of the write-back is the lower layers' business."""
+        with s:
+            x.add_(1)
+            done = s.record_event()
+        done.wait()
+        return x * 2
 
-        def fn(x, s):
-            with s:
-                x.add_(1)
-                done = s.record_event()
-            done.wait()
-            return x * 2
+    @graph(
+        "add = add(l_x_, 1); synchronize_device = synchronize_device(cuda, None); "
+        "synchronize_device_1 = synchronize_device(cuda, 0); synchronize_device_2 = synchronize_device(cuda, 0); "
+        "synchronize_device_3 = synchronize_device(cuda, None); return add"
+    )
+    def test_synchronize_functions(x):
+        y = x + 1
+        torch.cuda.synchronize()
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(device="cuda:0")
+        torch.accelerator.synchronize()
+        return y
 
-        self.expect(
-            fn,
-            "add_ = add_(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 0); "
-            "mul = mul(l_x_, 2); return mul",
-        )
+    @graph(
+        "add = add(l_x_, 1); record_stream = record_stream(add, 1); record_stream_1 = record_stream(add, 0); return add"
+    )
+    def test_record_stream(x, s):
+        y = x + 1
+        y.record_stream(s)
+        y.record_stream(torch.cuda.current_stream())
+        return y
 
-    def test_synchronize_functions(self) -> None:
-        def fn(x):
+    @graph("add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
+    def test_deleting_a_tensor_of_two_streams_adds_no_sync(x, s):
+        with s:
             y = x + 1
-            torch.cuda.synchronize()
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(device="cuda:0")
-            torch.accelerator.synchronize()
-            return y
-
-        self.expect(
-            fn,
-            "add = add(l_x_, 1); synchronize_device = synchronize_device(cuda, None); "
-            "synchronize_device_1 = synchronize_device(cuda, 0); synchronize_device_2 = synchronize_device(cuda, 0); "
-            "synchronize_device_3 = synchronize_device(cuda, None); return add",
-        )
-
-    def test_record_stream(self) -> None:
-        def fn(x, s):
-            y = x + 1
-            y.record_stream(s)
-            y.record_stream(torch.cuda.current_stream())
-            return y
-
-        self.expect(
-            fn,
-            "add = add(l_x_, 1); record_stream = record_stream(add, 1); record_stream_1 = record_stream(add, 0); "
-            "return add",
-        )
-
-    def test_deleting_a_tensor_of_two_streams_adds_no_sync(self) -> None:
-        def fn(x, s):
-            with s:
-                y = x + 1
-            z = y * 2
-            del y
-            return z
-
-        self.expect(fn, "add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
+        z = y * 2
+        del y
+        return z
 
     def test_wrong_argument_is_refused(self) -> None:
         def fn(x, s):
@@ -1508,31 +1474,26 @@ class TestTwoDevices(StreamTestCase):
 
 
 class TestContextsEnteredByCalls(StreamTestCase):
-    def test_exit_stack(self) -> None:
-        def fn(x, s):
-            y = x + 1
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.cuda.stream(s))
-                y = y * 2
-            return y - 3
+    @graph("add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3) @0; return sub")
+    def test_exit_stack(x, s):
+        y = x + 1
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(s))
+            y = y * 2
+        return y - 3
 
-        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3) @0; return sub")
-
-    def test_exit_stack_that_is_closed_behind_another_block_goes_back_into_it(self) -> None:
+    @graph("mul = mul(l_x_, 2) @2; add = add(mul, 1); sub = sub(add, 3) @1; return sub")
+    def test_exit_stack_that_is_closed_behind_another_block_goes_back_into_it(x, s, s2):
         """As in eager: the context remembers the stream that was current when it was entered."""
-
-        def fn(x, s, s2):
-            stack = contextlib.ExitStack()
-            with s2:
-                stack.enter_context(s)
-                y = x * 2
-            y = y + 1
-            stack.close()
-            y = y - 3
-            torch.cuda.set_stream(torch.cuda.default_stream())
-            return y
-
-        self.expect(fn, "mul = mul(l_x_, 2) @2; add = add(mul, 1); sub = sub(add, 3) @1; return sub")
+        stack = contextlib.ExitStack()
+        with s2:
+            stack.enter_context(s)
+            y = x * 2
+        y = y + 1
+        stack.close()
+        y = y - 3
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return y
 
     def test_exit_stack_around_no_stream(self) -> None:
         def fn(x, s):

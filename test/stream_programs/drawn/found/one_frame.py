@@ -77,29 +77,6 @@ def copies_of_one_value_on_two_streams(k):
     return calls(k, fn)
 
 
-@found("y n")
-def copy_of_what_another_stream_reads(k):
-    s1, s2 = k.stream(), k.stream()
-    buffer = k.parameter(32, 32)
-    sleep = k.sleep
-
-    def fn(y, n):
-        current = torch.cuda.current_stream()
-        v1 = F.dropout(y, 0.5)
-        with torch.cuda.stream(s2):
-            v2 = v1.view(32, 32)
-            with torch.cuda.stream(s1):
-                s1.wait_stream(current)
-                v3 = v1 + 1 if n > 0 else v1 * 2
-                v4 = (v1.sum(0, keepdim=True)).clamp(-2, 2)
-                v5 = sleep(buffer) * 3
-            s2.wait_stream(current)
-            v6 = v2.clone()
-        return v3, v4, v5, v6
-
-    return calls(k, fn, [buffer])  # unjoined
-
-
 @found("state out")
 def copy_to_the_host_of_what_is_written_later(k):
     s1 = k.stream()

@@ -365,24 +365,6 @@ def promised_value_absorbed_before_the_record(k):
 
 
 @found("x state")
-def returned_view_of_a_result_on_a_side_stream(k):
-    s1 = k.stream()
-
-    def fn(x, state):
-        current = torch.cuda.current_stream()
-        v1 = state * x
-        with torch.cuda.stream(s1):
-            s1.wait_stream(current)
-            v2 = v1.t()
-            v3 = state * 2
-        current.wait_stream(s1)
-        v4 = v3 @ state
-        return v1, v2, v4
-
-    return trains(k, fn, 0, [])
-
-
-@found("x state")
 def returned_views_of_a_leaf_on_two_side_streams(k):
     s1, s2 = k.stream(), k.stream()
 
