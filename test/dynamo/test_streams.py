@@ -132,6 +132,12 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
         return self.log[before:]
 
 
+def looker() -> tuple[Callable[[], None], list[Any]]:
+    """A function that breaks the graph, and the streams that it found current."""
+    seen: list[Any] = []
+    return torch._dynamo.disable(lambda: seen.append(torch.cuda.current_stream())), seen
+
+
 def graph(text: str) -> Callable[..., Any]:
     """A test of a function's graph, which is written in the place of the test."""
     return lambda fn: lambda self: self.expect(fn, text)
@@ -1229,11 +1235,7 @@ class TestGraphBreaks(StreamTestCase):
     def test_break_in_a_block_keeps_both_halves_compiled(self) -> None:
         """Upstream runs the whole frame eagerly."""
         s = self.s
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             with torch.cuda.stream(s):
@@ -1265,11 +1267,7 @@ class TestGraphBreaks(StreamTestCase):
 
     def test_break_in_nested_blocks(self) -> None:
         s, s2 = self.s, self.s2
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             with s:
@@ -1343,11 +1341,7 @@ class TestGraphBreaks(StreamTestCase):
 
     def test_set_stream_before_a_break_holds_for_it_and_after(self) -> None:
         s = self.s
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             torch.cuda.set_stream(s)
@@ -1361,11 +1355,7 @@ class TestGraphBreaks(StreamTestCase):
 
     def test_set_stream_inside_a_block_holds_across_a_break(self) -> None:
         s, s2 = self.s, self.s2
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             with s:
