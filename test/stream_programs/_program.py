@@ -126,14 +126,20 @@ PROGRAMS: list[Program] = []
 
 
 def built(fn: Callable[..., Any], *given: Any) -> Callable[[Kit], Callable[..., Any]]:
-    """A build function. A function with parameters ahead of a `/` (`given`, streams, `sleep`) is the program itself."""
-    names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    """A build function. A function with parameters ahead of a `/` (`given`, streams, `sleep`) is the program itself.
+
+    Such a program is compiled as a closure over them with the other parameters, by their own names.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if not names:
         return fn
+    mine, inputs = ", ".join(names), ", ".join(str(p) for p in parameters if p.kind is not p.POSITIONAL_ONLY)
+    text = "\n" * (fn.__code__.co_firstlineno - 1) + f"lambda fn, {mine}: lambda {inputs}: fn({mine}, {inputs})"
+    close_over = eval(compile(text, fn.__code__.co_filename, "eval"))
 
     def build(k: Kit) -> Callable[..., Any]:
-        made = *given, *(k.sleep if name == "sleep" else k.stream() for name in names[len(given) :])
-        return lambda *inputs: fn(*made, *inputs)
+        return close_over(fn, *given, *(k.sleep if name == "sleep" else k.stream() for name in names[len(given) :]))
 
     return build
 
