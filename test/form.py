@@ -84,7 +84,7 @@ def run_python(code: str, *options: str, env: dict[str, str] | None = None) -> s
     path = [str(ROOT), str(ROOT / "test"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **(env or {})}
     command: Sequence[str] = [sys.executable, *options, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT / "test")
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, cwd=ROOT / "test")
 
 
 if PATCHED:

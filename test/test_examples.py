@@ -29,11 +29,27 @@ import transformer_side_branch
 class ExampleTest(unittest.TestCase):
     """Tests of one example, compiled once."""
 
+    __test__ = False
+
     example: ModuleType
     result: Compiled
     plan: Plan
 
     backward = False
+
+    def __init_subclass__(cls) -> None:
+        cls.__test__ = "example" in vars(cls)
+
+    def test_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assertEqual(self.result.graph_breaks, [])
+        self.assertEqual(len(self.result.plans), 1 + self.backward)
+        if self.backward:
+            self.assertEqual([r.kind for r in self.result.regions], ["forward", "backward"])
+
+    @form.overlay_only
+    @form.slow
+    def test_script_prints_its_plans(self) -> None:
+        self.assertEqual(self.run_as_script().count("waits before"), 1 + self.backward)
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -55,10 +71,6 @@ class ExampleTest(unittest.TestCase):
 
 class TestPrefetchLoop(ExampleTest):
     example = prefetch_loop
-
-    def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
-        self.assertEqual(self.result.graph_breaks, [])
-        self.assertEqual(len(self.result.plans), 1)
 
     def test_copy_runs_on_the_transfer_stream_and_is_asynchronous(self) -> None:
         (copy,) = [op for op in self.plan.ops if op.stream == 1 and op.name != "record_event"]
@@ -95,16 +107,12 @@ class TestPrefetchLoop(ExampleTest):
         self.assertEqual(log, expected)
 
     @form.overlay_only
-    def test_script_prints_the_plan(self) -> None:
+    def test_script_prints_its_plans(self) -> None:
         self.assertIn("waits before", self.run_as_script())
 
 
 class TestMoeExperts(ExampleTest):
     example = moe_experts
-
-    def test_layer_compiles_as_one_region_without_a_graph_break(self) -> None:
-        self.assertEqual(self.result.graph_breaks, [])
-        self.assertEqual(len(self.result.plans), 1)
 
     def test_every_expert_keeps_its_stream(self) -> None:
         self.assertEqual(self.plan.streams, tuple(range(moe_experts.EXPERTS + 1)))
@@ -119,18 +127,9 @@ class TestMoeExperts(ExampleTest):
         waits = {(event.stream, stream) for event in self.plan.events for _, stream in event.waits}
         self.assertEqual([pair for pair in waits if 0 not in pair], [])
 
-    @form.overlay_only
-    @form.slow
-    def test_script_prints_the_plan(self) -> None:
-        self.assertIn("waits before", self.run_as_script())
-
 
 class TestTransformerSideBranch(ExampleTest):
     example = transformer_side_branch
-
-    def test_block_compiles_as_one_region_without_a_graph_break(self) -> None:
-        self.assertEqual(self.result.graph_breaks, [])
-        self.assertEqual(len(self.result.plans), 1)
 
     def test_shared_expert_runs_on_the_side_stream_and_the_block_does_not(self) -> None:
         self.assertEqual(self.operations(1), 4)  # three matrix products, and the gate
@@ -139,21 +138,11 @@ class TestTransformerSideBranch(ExampleTest):
     def test_fork_and_join_cost_one_event_each(self) -> None:
         self.assertEqual(len(self.plan.events), 2)
 
-    @form.overlay_only
-    @form.slow
-    def test_script_prints_the_plan(self) -> None:
-        self.assertIn("waits before", self.run_as_script())
-
 
 class TrainingTest(ExampleTest):
     """Of a training example; `plan` is its backward's."""
 
     backward = True
-
-    def assert_regions(self) -> None:
-        self.assertEqual(self.result.graph_breaks, [])
-        self.assertEqual([r.kind for r in self.result.regions], ["forward", "backward"])
-        self.assertEqual(len(self.result.plans), 2)
 
     def joins(self) -> set[int]:
         """Streams that the current one waits for at the backward's exit or before its last operation."""
@@ -162,9 +151,6 @@ class TrainingTest(ExampleTest):
 
 class TestTrainPrefetchLoop(TrainingTest):
     example = train_prefetch_loop
-
-    def test_model_compiles_as_one_region_without_a_graph_break(self) -> None:
-        self.assert_regions()
 
     def test_auxiliary_loss_and_its_gradients_run_on_the_side_stream(self) -> None:
         for plan in self.result.plans:
@@ -183,18 +169,10 @@ class TestTrainPrefetchLoop(TrainingTest):
         self.assertEqual(seen, [2, 3, 3])
         self.assertEqual(len(log), 3)
 
-    @form.overlay_only
-    @form.slow
-    def test_script_prints_both_plans(self) -> None:
-        self.assertEqual(self.run_as_script().count("waits before"), 2)
-
 
 @form.slow
 class TestTrainTwoBatches(TrainingTest):
     example = train_two_batches
-
-    def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
-        self.assert_regions()
 
     def test_halves_do_not_wait_for_each_other_in_the_forward(self) -> None:
         waits = {(event.stream, stream) for event in self.result.plans[0].events for _, stream in event.waits}
@@ -206,18 +184,10 @@ class TestTrainTwoBatches(TrainingTest):
         self.assertGreater(self.operations(1), 20)
         self.assertEqual(self.joins(), {1, 2})
 
-    @form.overlay_only
-    @form.slow
-    def test_script_prints_both_plans(self) -> None:
-        self.assertEqual(self.run_as_script().count("waits before"), 2)
-
 
 @form.slow
 class TestTrainMoeExperts(TrainingTest):
     example = train_moe_experts
-
-    def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
-        self.assert_regions()
 
     @form.slow
     def test_every_expert_s_gradients_are_computed_on_its_stream(self) -> None:
@@ -237,7 +207,7 @@ class TestTrainMoeExperts(TrainingTest):
 
     @form.overlay_only
     @form.slow
-    def test_script_prints_the_plan_and_its_memory(self) -> None:
+    def test_script_prints_its_plans(self) -> None:
         text = self.run_as_script()
         self.assertIn("waits before", text)
         self.assertIn("at the peak", text)

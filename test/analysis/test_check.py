@@ -834,10 +834,7 @@ class TestCommandLine(TestCase):
         """Nor does the program fail, which prints there, too."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.py").write_text(PROGRAM)
-            for command, text, status in (
-                ("check", "in eager the function has 3 races", 1),
-                ("timeline", "0", 0),
-            ):
+            for command, text, status in (("check", "in eager the function has 3 races", 1), ("timeline", "0", 0)):
                 target = f"{folder}/model.py:" + ("racy" if command == "check" else "talkative")
                 line = shlex.join([sys.executable, "-m", "torch_overlay", command, target])
                 done = subprocess.run(

@@ -1,6 +1,6 @@
 """Streams and events in Dynamo: what traces, what the graph says, and what the run sees.
 
-The graphs are Dynamo's, one node a line. `@n` is the stream that a node is placed on, by index; index 0 is the stream
+The graphs are Dynamo's, node by node. `@n` is the stream that a node is placed on, by index; index 0 is the stream
 that is current when the function is called. Lines that only look an object up are left out. The backend runs them as
 they are, on a simulated GPU that logs what is done to streams and events.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import re
 import threading
 import weakref
@@ -118,6 +119,12 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
         self.assertEqual(self.log[before : graphs.traced_at], [])
         return result, graphs
 
+    def expect(self, traced: Any, text: str) -> None:
+        """The graphs, or those of a function of the fields that its parameters name."""
+        if not isinstance(traced, (Graphs, str)):
+            traced = self.trace(traced, *(getattr(self, name) for name in inspect.signature(traced).parameters))[1]
+        self.assertEqual(str(traced).replace("\n", "; "), text)
+
     def during(self, fn: Callable[..., object], *args: Any) -> list[str]:
         """What the call does to streams and events."""
         before = len(self.log)
@@ -125,101 +132,61 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
         return self.log[before:]
 
 
-class TestContexts(StreamTestCase):
-    def test_with_stream_places_the_block(self) -> None:
-        s = self.s
+def looker() -> tuple[Callable[[], None], list[Any]]:
+    """A function that breaks the graph, and the streams that it found current."""
+    seen: list[Any] = []
+    return torch._dynamo.disable(lambda: seen.append(torch.cuda.current_stream())), seen
 
-        def fn(x):
-            y = x + 1
-            with s:
-                y = y * 2
+
+def graph(text: str) -> Callable[..., Any]:
+    """A test of a function's graph, which is written in the place of the test."""
+    return lambda fn: lambda self: self.expect(fn, text)
+
+
+class TestContexts(StreamTestCase):
+    @graph("add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
+    def test_with_stream_places_the_block(x, s):
+        y = x + 1
+        with s:
+            y = y * 2
+        return y - 3
+
+    @graph("mul = mul(l_x_, 2) @1; sub = sub(mul, 3) @2; return sub")
+    def test_stream_context_function_and_class(x, s, s2):
+        with torch.cuda.stream(s):
+            y = x * 2
+        with torch.cuda.StreamContext(s2):
             return y - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3)
-return sub""",
-        )
+    @graph("add = add(l_x_, 1); mul = mul(add, 2) @1; return mul")
+    def test_stream_none_does_nothing(x, s):
+        with torch.cuda.stream(None):
+            y = x + 1
+        with s, torch.cuda.StreamContext(None):
+            return y * 2
 
-    def test_stream_context_function_and_class(self) -> None:
-        s, s2 = self.s, self.s2
+    @graph(
+        "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); return truediv"
+    )
+    def test_nested_streams_restore_the_outer_one(x, s, s2):
+        with s:
+            y = x + 1
+            with torch.cuda.stream(s2):
+                y = y * 2
+            y = y - 3
+        return y / 4
 
-        def fn(x):
-            with torch.cuda.stream(s):
-                y = x * 2
-            with torch.cuda.StreamContext(s2):
-                return y - 3
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-mul = mul(l_x_, 2) @1
-sub = sub(mul, 3) @2
-return sub""",
-        )
-
-    def test_stream_none_does_nothing(self) -> None:
-        s = self.s
-
-        def fn(x):
-            with torch.cuda.stream(None):
-                y = x + 1
-            with s, torch.cuda.StreamContext(None):
-                return y * 2
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-return mul""",
-        )
-
-    def test_nested_streams_restore_the_outer_one(self) -> None:
-        s, s2 = self.s, self.s2
-
-        def fn(x):
-            with s:
-                y = x + 1
-                with torch.cuda.stream(s2):
-                    y = y * 2
-                y = y - 3
-            return y / 4
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2) @2
-sub = sub(mul, 3) @1
-truediv = truediv(sub, 4)
-return truediv""",
-        )
-
-    def test_stream_entered_inside_its_own_block(self) -> None:
-        s, s2 = self.s, self.s2
-
-        def fn(x):
-            with s:
-                with s2:
-                    with s:
-                        y = x + 1
-                    y = y * 2
-                y = y - 3
-            return y / 4
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2) @2
-sub = sub(mul, 3) @1
-truediv = truediv(sub, 4)
-return truediv""",
-        )
+    @graph(
+        "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); return truediv"
+    )
+    def test_stream_entered_inside_its_own_block(x, s, s2):
+        with s:
+            with s2:
+                with s:
+                    y = x + 1
+                y = y * 2
+            y = y - 3
+        return y / 4
 
     def test_entering_the_current_stream_is_index_0(self) -> None:
         def fn(x):
@@ -227,30 +194,15 @@ return truediv""",
                 return x + 1
 
         _, graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @0
-return add""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @0; return add")
         self.assertEqual([info.index for info in graphs.objects[0]], [0])
 
-    def test_with_stream_as_gives_the_stream(self) -> None:
-        s = self.s
-
-        def fn(x):
-            with s as inner:
-                y = x + 1
-            inner.synchronize()
-            return y
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-synchronize_stream = synchronize_stream(1)
-return add""",
-        )
+    @graph("add = add(l_x_, 1) @1; synchronize_stream = synchronize_stream(1); return add")
+    def test_with_stream_as_gives_the_stream(x, s):
+        with s as inner:
+            y = x + 1
+        inner.synchronize()
+        return y
 
     def test_context_made_before_the_function(self) -> None:
         context = torch.cuda.stream(self.s)
@@ -259,32 +211,16 @@ return add""",
             with context:
                 return x + 1
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-return add""",
-        )
+        self.expect(fn, "add = add(l_x_, 1) @1; return add")
 
-    def test_context_used_twice(self) -> None:
-        s = self.s
-
-        def fn(x):
-            context = torch.cuda.stream(s)
-            with context:
-                y = x + 1
-            y = y * 2
-            with context:
-                return y - 3
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2)
-sub = sub(mul, 3) @1
-return sub""",
-        )
+    @graph("add = add(l_x_, 1) @1; mul = mul(add, 2); sub = sub(mul, 3) @1; return sub")
+    def test_context_used_twice(x, s):
+        context = torch.cuda.stream(s)
+        with context:
+            y = x + 1
+        y = y * 2
+        with context:
+            return y - 3
 
     def test_context_in_an_inlined_function(self) -> None:
         s = self.s
@@ -296,33 +232,16 @@ return sub""",
         def fn(x):
             return side(x + 1) - 3
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3)
-return sub""",
-        )
+        self.expect(fn, "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3); return sub")
 
-    def test_exception_in_the_block_leaves_it(self) -> None:
-        s = self.s
-
-        def fn(x):
-            try:
-                with s:
-                    y = x + 1
-                    raise ValueError
-            except ValueError:
-                return y * 2
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2)
-return mul""",
-        )
+    @graph("add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
+    def test_exception_in_the_block_leaves_it(x, s):
+        try:
+            with s:
+                y = x + 1
+                raise ValueError
+        except ValueError:
+            return y * 2
 
     def test_annotations_end_with_the_frame(self) -> None:
         s = self.s
@@ -339,12 +258,7 @@ return mul""",
 
         with self.assertRaises(torch._dynamo.exc.Unsupported):
             self.trace(fails, self.x)
-        self.assertExpectedInline(
-            str(self.trace(plain, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-return add""",
-        )
+        self.expect(str(self.trace(plain, self.x)[1]), "add = add(l_x_, 1); return add")
 
 
 class TestCurrentStream(StreamTestCase):
@@ -360,13 +274,9 @@ class TestCurrentStream(StreamTestCase):
             return y, default
 
         (_, default), graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-wait_stream = wait_stream(1, 0)
-add = add(l_x_, 1) @1
-wait_stream_1 = wait_stream(0, 1)
-return add""",
+        self.expect(
+            graphs,
+            "wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add",
         )
         self.assertEqual(default, torch.cuda.default_stream())
 
@@ -452,14 +362,10 @@ return add""",
             return y, torch.cuda.current_stream()
 
         (_, current), graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3) @2
-truediv = truediv(sub, 4) @1
-return truediv""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3) @2; truediv = truediv(sub, 4) @1; "
+            "return truediv",
         )
         self.assertEqual(current, s)
         self.assertEqual(torch.cuda.current_stream(), s)
@@ -473,14 +379,7 @@ return truediv""",
                 y = x + 1
             return y * 2
 
-        _, graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @2
-mul = mul(add, 2)
-return mul""",
-        )
+        self.expect(self.trace(fn, self.x)[1], "add = add(l_x_, 1) @2; mul = mul(add, 2); return mul")
         self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
 
     def test_set_stream_in_an_inlined_function_lasts(self) -> None:
@@ -491,13 +390,7 @@ return mul""",
             use(s)
             return x + 1
 
-        _, graphs = self.trace(fn, self.x, self.s)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add""",
-        )
+        self.expect(self.trace(fn, self.x, self.s)[1], "add = add(l_x_, 1) @1; return add")
         self.assertEqual(torch.cuda.current_stream(), self.s)
 
     def test_set_stream_back_leaves_the_caller_where_it_was(self) -> None:
@@ -513,13 +406,7 @@ return add""",
         with self.s2:
             _, graphs = self.trace(fn, self.x)
             self.assertEqual(torch.cuda.current_stream(), self.s2)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2) @0
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @1; mul = mul(add, 2) @0; return mul")
 
     def test_set_stream_without_other_work(self) -> None:
         def fn(x, s):
@@ -529,38 +416,20 @@ return mul""",
         self.trace(fn, self.x, self.s)
         self.assertEqual(torch.cuda.current_stream(), self.s)
 
-    def test_set_stream_none(self) -> None:
-        def fn(x):
-            torch.cuda.set_stream(None)
-            return x + 1
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-return add""",
-        )
+    @graph("add = add(l_x_, 1); return add")
+    def test_set_stream_none(x):
+        torch.cuda.set_stream(None)
+        return x + 1
 
 
 class TestSyncs(StreamTestCase):
-    def test_fork_and_join_by_wait_stream(self) -> None:
-        s = self.s
-
-        def fn(x):
-            s.wait_stream(torch.cuda.current_stream())
-            with s:
-                y = x + 1
-            torch.cuda.current_stream().wait_stream(stream=s)
-            return y
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-wait_stream = wait_stream(1, 0)
-add = add(l_x_, 1) @1
-wait_stream_1 = wait_stream(0, 1)
-return add""",
-        )
+    @graph("wait_stream = wait_stream(1, 0); add = add(l_x_, 1) @1; wait_stream_1 = wait_stream(0, 1); return add")
+    def test_fork_and_join_by_wait_stream(x, s):
+        s.wait_stream(torch.cuda.current_stream())
+        with s:
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(stream=s)
+        return y
 
     def test_event_methods(self) -> None:
         s = self.s
@@ -578,19 +447,12 @@ return add""",
             s.synchronize()
             return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x, torch.cuda.Event())[1]),
-            """\
-record_event = record_event(1, 0)
-wait_event = wait_event(1, 2)
-add = add(l_x_, 1) @2
-record_event_1 = record_event(1, 2) @2
-wait_event_1 = wait_event(1, 0)
-record_event_2 = record_event(1, 2)
-wait_event_2 = wait_event(1, 2)
-synchronize_event = synchronize_event(1)
-synchronize_stream = synchronize_stream(2)
-return add""",
+        self.expect(
+            self.trace(fn, self.x, torch.cuda.Event())[1],
+            "record_event = record_event(1, 0); wait_event = wait_event(1, 2); add = add(l_x_, 1) @2; "
+            "record_event_1 = record_event(1, 2) @2; wait_event_1 = wait_event(1, 0); "
+            "record_event_2 = record_event(1, 2); wait_event_2 = wait_event(1, 2); "
+            "synchronize_event = synchronize_event(1); synchronize_stream = synchronize_stream(2); return add",
         )
 
     def test_record_event_makes_an_event_and_records_nothing_while_tracing(self) -> None:
@@ -604,13 +466,9 @@ return add""",
             return y, done
 
         (_, done), graphs = self.trace(fn, self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-record_event = record_event(2, 1) @1
-wait_event = wait_event(2, 0)
-return add""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 0); return add",
         )
         self.assertIs(type(done), torch.cuda.Event)
 
@@ -624,92 +482,53 @@ return add""",
 
         event = torch.cuda.Event()
         (_, same), graphs = self.trace(fn, self.x, event)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-record_event = record_event(2, 1)
-record_event_1 = record_event(2, 1)
-add = add(l_x_, 1)
-return add""",
+        self.expect(
+            graphs,
+            "record_event = record_event(2, 1); record_event_1 = record_event(2, 1); add = add(l_x_, 1); return add",
         )
         self.assertIs(same, event)
 
-    def test_event_recorded_after_an_input_mutation(self) -> None:
+    @graph(
+        "add_ = add_(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 0); "
+        "mul = mul(l_x_, 2); return mul"
+    )
+    def test_event_recorded_after_an_input_mutation(x, s):
         """Upstream refuses (pytorch#195573). The order of the write-back is the lower layers' business."""
-        s = self.s
+        with s:
+            x.add_(1)
+            done = s.record_event()
+        done.wait()
+        return x * 2
 
-        def fn(x):
-            with s:
-                x.add_(1)
-                done = s.record_event()
-            done.wait()
-            return x * 2
+    @graph(
+        "add = add(l_x_, 1); synchronize_device = synchronize_device(cuda, None); "
+        "synchronize_device_1 = synchronize_device(cuda, 0); synchronize_device_2 = synchronize_device(cuda, 0); "
+        "synchronize_device_3 = synchronize_device(cuda, None); return add"
+    )
+    def test_synchronize_functions(x):
+        y = x + 1
+        torch.cuda.synchronize()
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(device="cuda:0")
+        torch.accelerator.synchronize()
+        return y
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add_ = add_(l_x_, 1) @1
-record_event = record_event(2, 1) @1
-wait_event = wait_event(2, 0)
-mul = mul(l_x_, 2)
-return mul""",
-        )
+    @graph(
+        "add = add(l_x_, 1); record_stream = record_stream(add, 1); record_stream_1 = record_stream(add, 0); return add"
+    )
+    def test_record_stream(x, s):
+        y = x + 1
+        y.record_stream(s)
+        y.record_stream(torch.cuda.current_stream())
+        return y
 
-    def test_synchronize_functions(self) -> None:
-        def fn(x):
+    @graph("add = add(l_x_, 1) @1; mul = mul(add, 2); return mul")
+    def test_deleting_a_tensor_of_two_streams_adds_no_sync(x, s):
+        with s:
             y = x + 1
-            torch.cuda.synchronize()
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(device="cuda:0")
-            torch.accelerator.synchronize()
-            return y
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-synchronize_device = synchronize_device(cuda, None)
-synchronize_device_1 = synchronize_device(cuda, 0)
-synchronize_device_2 = synchronize_device(cuda, 0)
-synchronize_device_3 = synchronize_device(cuda, None)
-return add""",
-        )
-
-    def test_record_stream(self) -> None:
-        s = self.s
-
-        def fn(x):
-            y = x + 1
-            y.record_stream(s)
-            y.record_stream(torch.cuda.current_stream())
-            return y
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-record_stream = record_stream(add, 1)
-record_stream_1 = record_stream(add, 0)
-return add""",
-        )
-
-    def test_deleting_a_tensor_of_two_streams_adds_no_sync(self) -> None:
-        s = self.s
-
-        def fn(x):
-            with s:
-                y = x + 1
-            z = y * 2
-            del y
-            return z
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-mul = mul(add, 2)
-return mul""",
-        )
+        z = y * 2
+        del y
+        return z
 
     def test_wrong_argument_is_refused(self) -> None:
         def fn(x, s):
@@ -741,17 +560,11 @@ class TestRunTimeValues(StreamTestCase):
         def fn(x, s, event):
             return x + 1, s.query(), event.query()
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s, torch.cuda.Event()),
-            """\
-add = add(l_x_, 1)
-query_stream_default = query_stream(1)
-item = item(query_stream_default)
-ne = ne(item, 0)
-query_event_default = query_event(2)
-item_1 = item(query_event_default)
-ne_1 = ne(item_1, 0)
-return add, ne, ne_1""",
+            "add = add(l_x_, 1); query_stream_default = query_stream(1); item = item(query_stream_default); "
+            "ne = ne(item, 0); query_event_default = query_event(2); item_1 = item(query_event_default); "
+            "ne_1 = ne(item_1, 0); return add, ne, ne_1",
         )
 
     def test_elapsed_time_comes_from_the_run(self) -> None:
@@ -763,29 +576,21 @@ return add, ne, ne_1""",
             end.synchronize()
             return y, start.elapsed_time(end_event=end)
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x),
-            """\
-record_event = record_event(1, 0)
-add = add(l_x_, 1)
-record_event_1 = record_event(2, 0)
-synchronize_event = synchronize_event(2)
-elapsed_time_default = elapsed_time(1, 2)
-return add, elapsed_time_default""",
+            "record_event = record_event(1, 0); add = add(l_x_, 1); record_event_1 = record_event(2, 0); "
+            "synchronize_event = synchronize_event(2); elapsed_time_default = elapsed_time(1, 2); "
+            "return add, elapsed_time_default",
         )
 
     def test_elapsed_time_is_a_number_one_can_compute_with(self) -> None:
         def fn(x, start, end):
             return x * (start.elapsed_time(end) / 1000)
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.recorded(), self.recorded()),
-            """\
-elapsed_time_default = elapsed_time(1, 2)
-item = item(elapsed_time_default)
-truediv = truediv(item, 1000)
-mul = mul(l_x_, truediv)
-return mul""",
+            "elapsed_time_default = elapsed_time(1, 2); item = item(elapsed_time_default); "
+            "truediv = truediv(item, 1000); mul = mul(l_x_, truediv); return mul",
         )
 
     def test_query_twice_asks_twice(self) -> None:
@@ -793,17 +598,11 @@ return mul""",
             first = s.query()
             return x + 1, first, s.query()
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s),
-            """\
-query_stream_default = query_stream(1)
-add = add(l_x_, 1)
-item = item(query_stream_default)
-ne = ne(item, 0)
-query_stream_default_1 = query_stream(1)
-item_1 = item(query_stream_default_1)
-ne_1 = ne(item_1, 0)
-return add, ne, ne_1""",
+            "query_stream_default = query_stream(1); add = add(l_x_, 1); item = item(query_stream_default); "
+            "ne = ne(item, 0); query_stream_default_1 = query_stream(1); item_1 = item(query_stream_default_1); "
+            "ne_1 = ne(item_1, 0); return add, ne, ne_1",
         )
 
     def test_query_without_fullgraph_stays_in_the_graph(self) -> None:
@@ -820,17 +619,10 @@ return add, ne, ne_1""",
                 return y * 2
             return y - 3
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s, fullgraph=False),
-            """\
-add = add(l_x_, 1)
-query_stream_default = query_stream(1)
-item = item(query_stream_default)
-ne = ne(item, 0)
-return ne, add
-----
-mul = mul(l_y_, 2)
-return mul""",
+            "add = add(l_x_, 1); query_stream_default = query_stream(1); item = item(query_stream_default); "
+            "ne = ne(item, 0); return ne, add; ----; mul = mul(l_y_, 2); return mul",
         )
 
     def test_branch_on_query_under_fullgraph_is_an_error_that_names_the_line(self) -> None:
@@ -876,17 +668,11 @@ return mul""",
 
         compiled, graphs = self.compile(fn)
         self.assertEqual(compiled(self.x, self.s)[1:], (False, False))
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-is_capturing_default = is_capturing(1, 0) @1
-add = add(l_x_, 1) @1
-item = item(is_capturing_default) @1
-ne = ne(item, 0) @1
-is_capturing_default_1 = is_capturing(0, 0)
-item_1 = item(is_capturing_default_1)
-ne_1 = ne(item_1, 0)
-return add, ne_1, ne""",
+        self.expect(
+            graphs,
+            "is_capturing_default = is_capturing(1, 0) @1; add = add(l_x_, 1) @1; "
+            "item = item(is_capturing_default) @1; ne = ne(item, 0) @1; is_capturing_default_1 = is_capturing(0, 0); "
+            "item_1 = item(is_capturing_default_1); ne_1 = ne(item_1, 0); return add, ne_1, ne",
         )
         with mock.patch("torch.cuda.graphs._cuda_isCurrentStreamCapturing", lambda: True):
             self.assertEqual(compiled(self.x, self.s)[1:], (True, True))
@@ -941,15 +727,10 @@ return add, ne_1, ne""",
             s = torch.cuda.Stream()
             return x + 1, s.cuda_stream, s.stream_id
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x),
-            """\
-add = add(l_x_, 1)
-stream_handle_default = stream_handle(1)
-item = item(stream_handle_default)
-stream_id_default = stream_id(1)
-item_1 = item(stream_id_default)
-return add, item, item_1""",
+            "add = add(l_x_, 1); stream_handle_default = stream_handle(1); item = item(stream_handle_default); "
+            "stream_id_default = stream_id(1); item_1 = item(stream_id_default); return add, item, item_1",
         )
 
     def test_comparison_of_a_stream_of_the_frame_comes_from_the_run(self) -> None:
@@ -959,18 +740,11 @@ return add, item, item_1""",
             s = torch.cuda.Stream()
             return x + 1, s == other, s != other, s == s
 
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s),
-            """\
-add = add(l_x_, 1)
-same_stream_default = same_stream(1, 2)
-item = item(same_stream_default)
-ne = ne(item, 0)
-same_stream_default_1 = same_stream(1, 2)
-item_1 = item(same_stream_default_1)
-ne_1 = ne(item_1, 0)
-sym_not = sym_not(ne_1)
-return add, ne, sym_not""",
+            "add = add(l_x_, 1); same_stream_default = same_stream(1, 2); item = item(same_stream_default); "
+            "ne = ne(item, 0); same_stream_default_1 = same_stream(1, 2); item_1 = item(same_stream_default_1); "
+            "ne_1 = ne(item_1, 0); sym_not = sym_not(ne_1); return add, ne, sym_not",
         )
 
     def test_users_own_item_still_breaks_the_graph(self) -> None:
@@ -1028,16 +802,11 @@ class TestObjects(StreamTestCase):
                 GLOBAL_EVENT.wait()
                 return y
 
-        self.assertExpectedInline(
-            str(self.trace(Module(), self.x)[1]),
-            """\
-add = add(l_x_, 1) @1
-record_event = record_event(2, 1) @1
-wait_event = wait_event(2, 3) @3
-mul = mul(add, 2) @3
-record_event_1 = record_event(4, 3) @3
-wait_event_1 = wait_event(4, 0)
-return mul""",
+        self.expect(
+            self.trace(Module(), self.x)[1],
+            "add = add(l_x_, 1) @1; record_event = record_event(2, 1) @1; wait_event = wait_event(2, 3) @3; "
+            "mul = mul(add, 2) @3; record_event_1 = record_event(4, 3) @3; wait_event_1 = wait_event(4, 0); "
+            "return mul",
         )
 
     def test_another_stream_as_argument_needs_no_new_code(self) -> None:
@@ -1063,22 +832,14 @@ return mul""",
 
         compiled, graphs = self.compile(fn)
         compiled(self.x, event)
-        self.assertExpectedInline(
+        self.expect(
             graphs.texts[0],
-            """\
-record_event = record_event(1, 0)
-wait_event = wait_event(1, 0)
-add = add(l_x_, 1)
-return add""",
+            "record_event = record_event(1, 0); wait_event = wait_event(1, 0); add = add(l_x_, 1); return add",
         )
         compiled(self.x, torch.cuda.Event())
-        self.assertExpectedInline(
+        self.expect(
             graphs.texts[1],
-            """\
-record_event = record_event(1, 0)
-wait_event = wait_event(2, 0)
-add = add(l_x_, 1)
-return add""",
+            "record_event = record_event(1, 0); wait_event = wait_event(2, 0); add = add(l_x_, 1); return add",
         )
 
     def test_event_returned_is_the_one_recorded(self) -> None:
@@ -1177,14 +938,10 @@ return add""",
             _, stream, handle = compiled(self.x, pointer)
             self.assertEqual((stream.cuda_stream, type(stream)), (pointer, torch.cuda.ExternalStream))
             self.assertEqual(handle, pointer)
-        self.assertExpectedInline(
+        self.expect(
             graphs.texts[0],
-            """\
-add = add(l_x_, 1) @2
-mul = mul(add, 2) @1
-stream_handle_default = stream_handle(1) @1
-item = item(stream_handle_default) @1
-return mul, item""",
+            "add = add(l_x_, 1) @2; mul = mul(add, 2) @1; stream_handle_default = stream_handle(1) @1; "
+            "item = item(stream_handle_default) @1; return mul, item",
         )
 
     def test_attributes(self) -> None:
@@ -1256,21 +1013,13 @@ return mul, item""",
             return total
 
         batches = [torch.empty(8, device="cpu") for _ in range(2)]
-        self.assertExpectedInline(
-            str(self.trace(fn, batches, self.x)[1]),
-            """\
-mul = mul(l_w_, 0)
-to = to(l_batches_0_, cuda) @1
-wait_stream = wait_stream(0, 1)
-record_stream = record_stream(to, 0)
-mul_1 = mul(to, l_w_)
-add = add(mul, mul_1)
-to_1 = to(l_batches_1_, cuda) @1
-wait_stream_1 = wait_stream(0, 1)
-record_stream_1 = record_stream(to_1, 0)
-mul_2 = mul(to_1, l_w_)
-add_1 = add(add, mul_2)
-return add_1""",
+        self.expect(
+            self.trace(fn, batches, self.x)[1],
+            "mul = mul(l_w_, 0); to = to(l_batches_0_, cuda) @1; wait_stream = wait_stream(0, 1); "
+            "record_stream = record_stream(to, 0); mul_1 = mul(to, l_w_); add = add(mul, mul_1); "
+            "to_1 = to(l_batches_1_, cuda) @1; wait_stream_1 = wait_stream(0, 1); "
+            "record_stream_1 = record_stream(to_1, 0); mul_2 = mul(to_1, l_w_); add_1 = add(add, mul_2); "
+            "return add_1",
         )
 
 
@@ -1486,11 +1235,7 @@ class TestGraphBreaks(StreamTestCase):
     def test_break_in_a_block_keeps_both_halves_compiled(self) -> None:
         """Upstream runs the whole frame eagerly."""
         s = self.s
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             with torch.cuda.stream(s):
@@ -1499,16 +1244,9 @@ class TestGraphBreaks(StreamTestCase):
                 y = y * 2
             return y - 3
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2) @1
-sub = sub(mul, 3)
-return sub""",
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 3); return sub",
         )
         self.assertEqual(seen, [s])
         self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
@@ -1529,11 +1267,7 @@ return sub""",
 
     def test_break_in_nested_blocks(self) -> None:
         s, s2 = self.s, self.s2
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             with s:
@@ -1546,21 +1280,10 @@ return sub""",
             look()
             return y / 4
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2) @1
-return mul
-----
-sub = sub(l_y_, 3) @1
-return sub
-----
-truediv = truediv(l_y_, 4)
-return truediv""",
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul; ----; "
+            "sub = sub(l_y_, 3) @1; return sub; ----; truediv = truediv(l_y_, 4); return truediv",
         )
         self.assertEqual(seen, [s, s, torch.cuda.default_stream()])
 
@@ -1573,15 +1296,9 @@ return truediv""",
                 y = y * 2
             return y, s
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2) @1
-return mul""",
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2) @1; return mul",
         )
 
     def test_stream_alive_across_a_break_stays_a_stream(self) -> None:
@@ -1599,17 +1316,11 @@ return mul""",
             return y * 2, local
 
         (_, local), graphs = self.trace(fn, self.x, self.s, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @2
-record_event = record_event(1, 2) @2
-return add
-----
-wait_event = wait_event(1, 0)
-record_stream = record_stream(l_y_, 2)
-mul = mul(l_y_, 2)
-return mul""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @2; record_event = record_event(1, 2) @2; return add; ----; "
+            "wait_event = wait_event(1, 0); record_stream = record_stream(l_y_, 2); mul = mul(l_y_, 2); "
+            "return mul",
         )
         self.assertIs(local, self.s)
 
@@ -1623,24 +1334,14 @@ return mul""",
             with context:
                 return y * 2
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1)
-return add
-----
-mul = mul(l_y_, 2) @1
-return mul""",
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1); return add; ----; mul = mul(l_y_, 2) @1; return mul",
         )
 
     def test_set_stream_before_a_break_holds_for_it_and_after(self) -> None:
         s = self.s
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             torch.cuda.set_stream(s)
@@ -1649,24 +1350,12 @@ return mul""",
             return y * 2, torch.cuda.current_stream()
 
         (_, current), graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-return add
-----
-mul = mul(l_y_, 2)
-return mul""",
-        )
+        self.expect(graphs, "add = add(l_x_, 1) @1; return add; ----; mul = mul(l_y_, 2); return mul")
         self.assertEqual([*seen, current, torch.cuda.current_stream()], [s, s, s])
 
     def test_set_stream_inside_a_block_holds_across_a_break(self) -> None:
         s, s2 = self.s, self.s2
-        seen = []
-
-        @torch._dynamo.disable
-        def look():
-            seen.append(torch.cuda.current_stream())
+        look, seen = looker()
 
         def fn(x):
             with s:
@@ -1676,16 +1365,9 @@ return mul""",
                 y = y * 2
             return y - 3
 
-        _, graphs = self.trace(fn, self.x, fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @2
-return add
-----
-mul = mul(l_y_, 2) @1
-sub = sub(mul, 3)
-return sub""",
+        self.expect(
+            self.trace(fn, self.x, fullgraph=False)[1],
+            "add = add(l_x_, 1) @2; return add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 3); return sub",
         )
         self.assertEqual([*seen, torch.cuda.current_stream()], [s2, torch.cuda.default_stream()])
 
@@ -1701,18 +1383,10 @@ return sub""",
             return y
 
         _, graphs = self.trace(fn, self.x, torch.cuda.Event(), fullgraph=False)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-add = add(l_x_, 1) @1
-query_event_default = query_event(2) @1
-item = item(query_event_default) @1
-ne = ne(item, 0) @1
-return ne, add
-----
-mul = mul(l_y_, 2) @1
-sub = sub(mul, 4) @1
-return sub""",
+        self.expect(
+            graphs,
+            "add = add(l_x_, 1) @1; query_event_default = query_event(2) @1; item = item(query_event_default) @1; "
+            "ne = ne(item, 0) @1; return ne, add; ----; mul = mul(l_y_, 2) @1; sub = sub(mul, 4) @1; return sub",
         )
 
 
@@ -1732,13 +1406,7 @@ class TestTwoDevices(StreamTestCase):
 
         compiled, graphs = self.compile(fn)
         _, there, same, equal = compiled(self.x)
-        self.assertExpectedInline(
-            str(graphs),
-            """\
-wait_stream = wait_stream(1, 0)
-add = add(l_x_, 1)
-return add""",
-        )
+        self.expect(graphs, "wait_stream = wait_stream(1, 0); add = add(l_x_, 1); return add")
         self.assertEqual((there, same, equal), (torch.cuda.current_stream(1), True, False))
         with torch.cuda.stream(self.t):
             pass
@@ -1796,48 +1464,26 @@ return add""",
 
 
 class TestContextsEnteredByCalls(StreamTestCase):
-    def test_exit_stack(self) -> None:
-        s = self.s
+    @graph("add = add(l_x_, 1); mul = mul(add, 2) @1; sub = sub(mul, 3) @0; return sub")
+    def test_exit_stack(x, s):
+        y = x + 1
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(s))
+            y = y * 2
+        return y - 3
 
-        def fn(x):
-            y = x + 1
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.cuda.stream(s))
-                y = y * 2
-            return y - 3
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-add = add(l_x_, 1)
-mul = mul(add, 2) @1
-sub = sub(mul, 3) @0
-return sub""",
-        )
-
-    def test_exit_stack_that_is_closed_behind_another_block_goes_back_into_it(self) -> None:
+    @graph("mul = mul(l_x_, 2) @2; add = add(mul, 1); sub = sub(add, 3) @1; return sub")
+    def test_exit_stack_that_is_closed_behind_another_block_goes_back_into_it(x, s, s2):
         """As in eager: the context remembers the stream that was current when it was entered."""
-        s, s2 = self.s, self.s2
-
-        def fn(x):
-            stack = contextlib.ExitStack()
-            with s2:
-                stack.enter_context(s)
-                y = x * 2
-            y = y + 1
-            stack.close()
-            y = y - 3
-            torch.cuda.set_stream(torch.cuda.default_stream())
-            return y
-
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x)[1]),
-            """\
-mul = mul(l_x_, 2) @2
-add = add(mul, 1)
-sub = sub(add, 3) @1
-return sub""",
-        )
+        stack = contextlib.ExitStack()
+        with s2:
+            stack.enter_context(s)
+            y = x * 2
+        y = y + 1
+        stack.close()
+        y = y - 3
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return y
 
     def test_exit_stack_around_no_stream(self) -> None:
         def fn(x, s):
@@ -1985,13 +1631,10 @@ class TestLookups(StreamTestCase):
             with torch.cuda.device_of(x), torch.cuda.device_of(host), s:
                 return x * 2
 
-        self.assertExpectedInline(
-            str(self.trace(fn, self.x, torch.empty(2, device="cpu"), self.s)[1]),
-            """\
-_cuda_exchange_device = _cuda_exchangeDevice(0)
-mul = mul(l_x_, 2) @1
-_cuda_maybe_exchange_device = _cuda_maybeExchangeDevice(_cuda_exchange_device)
-return mul""",
+        self.expect(
+            self.trace(fn, self.x, torch.empty(2, device="cpu"), self.s)[1],
+            "_cuda_exchange_device = _cuda_exchangeDevice(0); mul = mul(l_x_, 2) @1; "
+            "_cuda_maybe_exchange_device = _cuda_maybeExchangeDevice(_cuda_exchange_device); return mul",
         )
 
     def test_frame_without_streams_is_traced_as_on_stock(self) -> None:
@@ -2164,13 +1807,10 @@ return add"""
                 return x * 2
 
         with torch._dynamo.config.patch(capture_profiler_record_function=True):
-            self.assertExpectedInline(
+            self.expect(
                 self.graph(fn, self.x, self.s),
-                """\
-range_push_default = range_push(record_function, outer, None)
-mul = mul(l_x_, 2) @1
-range_pop_default = range_pop(record_function)
-return mul""",
+                "range_push_default = range_push(record_function, outer, None); mul = mul(l_x_, 2) @1; "
+                "range_pop_default = range_pop(record_function); return mul",
             )
 
     def test_range_that_ends_in_other_code_stays(self) -> None:
@@ -2214,15 +1854,12 @@ return mul""",
                 return x * 2
 
         self.assertEqual(self.graph(fn, self.x, self.s), "mul = mul(l_x_, 2) @1\nreturn mul")
-        self.assertExpectedInline(
+        self.expect(
             self.graph(fn, self.x, self.s, nvtx=True),
-            """\
-range_push_default = range_push(record_function, outer, None)
-range_push_default_1 = range_push(nvtx, inner, None)
-mul = mul(l_x_, 2) @1
-range_pop_default = range_pop(nvtx) @0
-range_pop_default_1 = range_pop(record_function) @0
-return mul""",
+            "range_push_default = range_push(record_function, outer, None); "
+            "range_push_default_1 = range_push(nvtx, inner, None); mul = mul(l_x_, 2) @1; "
+            "range_pop_default = range_pop(nvtx) @0; range_pop_default_1 = range_pop(record_function) @0; "
+            "return mul",
         )
 
     def test_name_that_only_the_run_knows_is_refused_where_it_is_wanted(self) -> None:

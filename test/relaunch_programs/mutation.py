@@ -36,19 +36,6 @@ def mutated_and_returned(k: Kit) -> None:
         k.see("outputs", (same, z, flat, x, same is x))
 
 
-@program("the output of a mutating call is carried to the next one", launches=6)
-def mutated_and_carried(k: Kit) -> None:
-    def fn(state, x):
-        state.mul_(0.9).add_(x.mean(0))
-        return state, (state * x).sum(1)
-
-    f = k.compile(fn)
-    state = k.randn(64)
-    for _ in k.steps(12):
-        state, y = f(state, k.randn(16, 64))
-        k.see("outputs", (state, y))
-
-
 @program("a view of an input is written", launches=6)
 def mutated_view(k: Kit) -> None:
     def fn(x, y):

@@ -55,16 +55,6 @@ def function_of_itself(k: Kit) -> None:
         k.see("f(f(x))", (y, f(f(f(y))), x))
 
 
-@program("f(g(f(x))) over two compiled functions", launches=10)
-def functions_of_each_other(k: Kit) -> None:
-    f, g = k.compile(mix), k.compile(lambda x: (x - x.mean(0)).relu())
-    for _ in k.steps():
-        x = k.randn(64, 64)
-        a = f(x)
-        b = g(a)
-        k.see("chain", (a, b, f(b), g(f(a))))
-
-
 @program("state that is carried from call to call is overwritten while it is read (mujoco)", launches=10)
 def carried_state(k: Kit) -> None:
     def step(s):
@@ -196,30 +186,6 @@ def outputs_after_large_scratch(k: Kit) -> None:
     f = k.compile(fn)
     for _ in k.steps():
         k.see("outputs", f(k.randn(256, 64)))
-
-
-@program("attention: library kernels with packed parameters", launches=6, loose=4)
-def attention(k: Kit) -> None:
-    linear = k.module(nn.Linear(256, 256), torch.bfloat16)
-
-    def fn(x):
-        q = linear(x).view(4, -1, 4, 64).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        return y.transpose(1, 2).reshape(x.shape), x.float().softmax(-1)
-
-    f = k.compile(fn)
-    with torch.no_grad():
-        for _ in k.steps():
-            k.see("outputs", f(k.randn(256, 256, dtype=torch.bfloat16)))
-
-
-@program("convolution: workspaces of cuDNN", launches=6, loose=10)
-def convolution(k: Kit) -> None:
-    model = k.module(nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2)))
-    f = k.compile(model)
-    with torch.no_grad():
-        for _ in k.steps():
-            k.see("outputs", f(k.randn(4, 8, 20, 20)))
 
 
 @program("operators that Inductor leaves to ATen allocate their outputs themselves", launches=6)

@@ -42,16 +42,6 @@ def data_swap(k: Kit) -> None:
         observe(k, model, f)
 
 
-@program("p.data = other between forward and backward of different steps", launches=8)
-def data_swap_in_training(k: Kit) -> None:
-    model = k.module(network())
-    f = k.compile(model)
-    for i in k.steps(12):
-        if i % 3 == 2:
-            model[0].weight.data = moved(k, model[0].weight)
-        observe(k, model, f, train=True)
-
-
 @program("load_state_dict writes in place, or assigns", launches=4)
 def load_state_dict(k: Kit) -> None:
     model = k.module(network())

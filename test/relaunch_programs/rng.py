@@ -59,19 +59,6 @@ def dropout_in_training(k: Kit) -> None:
         model.zero_grad()
 
 
-@program("several forwards with dropout before their backwards", random=True, launches=10)
-def dropout_of_several_forwards(k: Kit) -> None:
-    weight = k.randn(32, 32, grad=True)
-    f = k.compile(lambda x: nn.functional.dropout(x @ weight, 0.5))
-    k.seed(6)
-    for _ in k.steps():
-        outputs = [f(k.randn(16, 32)) for _ in range(3)]
-        for y in reversed(outputs):
-            y.sum().backward()
-        k.see("gradient", weight.grad)
-        weight.grad = None
-
-
 @program("the generator's state is read, kept and set", random=True, launches=6)
 def generator_state(k: Kit) -> None:
     f = k.compile(lambda x: torch.rand_like(x) + nn.functional.dropout(x, 0.5))

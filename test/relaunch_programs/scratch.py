@@ -117,20 +117,6 @@ def scratch_is_freed(k: Kit) -> None:
         del y
 
 
-@program("scratch is freed after each launch, and no call adds to it", launches=OFTEN - 2)
-def scratch_does_not_grow(k: Kit) -> None:
-    f, g = k.compile(chain), k.compile(wide)
-    x = k.randn(96, 96)
-    for _ in k.steps(OFTEN + 4):
-        f(x), g(x)
-    k.synchronize()
-    before = allocated(k)
-    for _ in range(OFTEN):
-        f(x), g(x)
-    k.synchronize()
-    k.see("added", allocated(k) - before if k.graphs else 0)
-
-
 def allocated(k: Kit) -> Any:
     return torch.cuda.memory_allocated() if k.gpu else 0
 

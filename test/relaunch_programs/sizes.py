@@ -27,14 +27,6 @@ def in_turn(k: Kit, sizes: tuple[int, ...], rounds: int = 4) -> Iterator[int]:
 SIZES = (5, 12, 7, 33, 16, 20, 9, 40, 6, 27)  # more than have executables of their own
 
 
-@program("products and pointwise of many sizes", launches=20)
-def products(k: Kit) -> None:
-    w = k.randn(64, 64) / 8
-    f = k.compile(lambda x: (torch.relu(x @ w) @ w).softmax(-1), dynamic=True)
-    for n in in_turn(k, SIZES):
-        k.see(f"{n}", f(k.randn(n, 64)))
-
-
 @program("sizes at which libraries choose other kernels", launches=12)
 def products_small_and_large(k: Kit) -> None:
     w = k.randn(256, 256) / 16
@@ -74,17 +66,6 @@ def attention_training(k: Kit) -> None:
         value.backward()
         k.see(f"{n}", (value, w.grad))
         w.grad = None
-
-
-@program("training with a size at each step", launches=16, loose=4)
-def training_sizes(k: Kit) -> None:
-    model = k.module(nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 16)))
-    f = k.compile(lambda x: model(x).square().mean(), dynamic=True)
-    for n in in_turn(k, SIZES):
-        value = f(k.randn(n, 32))
-        value.backward()
-        k.see(f"{n}", (value, [p.grad for p in model.parameters()]))
-        model.zero_grad()
 
 
 @program("backwards of several sizes are alive", launches=16, loose=4)
@@ -255,22 +236,6 @@ def misaligned_sizes(k: Kit) -> None:
     for i, n in enumerate(in_turn(k, SIZES)):
         x = k.randn(16 * n + 4).view(-1)
         k.see(f"{n}", f(x[i % 4 : i % 4 + 16 * n].view(n, 16)))
-
-
-@program("autocast of many sizes", launches=8, loose=16)
-def autocast_sizes(k: Kit) -> None:
-    model = k.module(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)))
-
-    def fn(x: Tensor) -> Tensor:
-        with torch.autocast(k.device, dtype=torch.bfloat16):
-            return model(x).float().square().mean()
-
-    f = k.compile(fn, dynamic=True)
-    for n in in_turn(k, SIZES):
-        value = f(k.randn(n, 32))
-        value.backward()
-        k.see(f"{n}", (value, [p.grad for p in model.parameters()]))
-        model.zero_grad()
 
 
 @program("sizes after torch.compiler.reset", launches=8)

@@ -271,17 +271,6 @@ def checkpoint_outside(k: Kit) -> None:
         torch._dynamo.reset()
 
 
-@program("autocast casts parameters inside the region", launches=8, loose=10)
-def autocast(k: Kit) -> None:
-    model = k.module(network())
-    f = k.compile(model)
-    for _ in k.steps():
-        with torch.autocast(k.device, torch.bfloat16):
-            loss = loss_of(f(k.randn(16, 32)))
-        loss.backward()
-        k.see("loss and gradients", (loss, gradients(model)))
-
-
 @program("autocast to half precision with a gradient scaler, which skips steps", launches=8, loose=20)
 def gradient_scaler(k: Kit) -> None:
     model = k.module(network())
@@ -381,21 +370,6 @@ def large_backward(k: Kit) -> None:
         kept.append(next(model.parameters()).grad)
         model.zero_grad()
     k.see("gradients that were kept", kept)
-
-
-@program("a backward in stages runs twice over the same saved activations", launches=16, loose=8)
-@functorch_config.patch(donated_buffer=False)  # what upstream asks of whoever retains a graph
-def large_backward_twice(k: Kit) -> None:
-    model, n = wide(k)
-    f = k.compile(model)
-    for _ in k.steps(5):
-        losses = [loss_of(f(k.randn(2 * n, n))) for _ in range(2)]
-        losses[0].backward(retain_graph=True)
-        k.churn()
-        k.see("first", {name: p.grad for name, p in model.named_parameters()})
-        losses[1].backward()
-        losses[0].backward()
-        k.see("all", gradients(model))
 
 
 @program("somebody keeps a saved activation of a backward in stages", launches=12, loose=4)

@@ -125,13 +125,32 @@ class Program:
 PROGRAMS: list[Program] = []
 
 
-def program(hazard: str, inputs: MakeInputs | None = None, **fields: Any) -> Callable[..., Program]:
-    """Decorates a build function: its name is the program's, its module's the group."""
+def built(fn: Callable[..., Any], *given: Any) -> Callable[[Kit], Callable[..., Any]]:
+    """A build function. A function with parameters ahead of a `/` (`given`, streams, `sleep`) is the program itself.
 
-    def register(build: Callable[[Kit], Callable[..., Any]]) -> Program:
-        module = inspect.getmodule(build)
+    Such a program is compiled as a closure over them with the other parameters, by their own names.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if not names:
+        return fn
+    mine, inputs = ", ".join(names), ", ".join(str(p) for p in parameters if p.kind is not p.POSITIONAL_ONLY)
+    text = "\n" * (fn.__code__.co_firstlineno - 1) + f"lambda fn, {mine}: lambda {inputs}: fn({mine}, {inputs})"
+    close_over = eval(compile(text, fn.__code__.co_filename, "eval"))
+
+    def build(k: Kit) -> Callable[..., Any]:
+        return close_over(fn, *given, *(k.sleep if name == "sleep" else k.stream() for name in names[len(given) :]))
+
+    return build
+
+
+def program(hazard: str, inputs: MakeInputs | None = None, **fields: Any) -> Callable[..., Program]:
+    """Decorates a build function, or the program itself (`built`): its name is the program's, its module the group."""
+
+    def register(fn: Callable[..., Any]) -> Program:
+        module = inspect.getmodule(fn)
         group = module.__name__.rpartition(".")[2] if module else ""
-        made = Program(build.__name__, hazard, build, inputs or matrices(1), group=group, **fields)
+        made = Program(fn.__name__, hazard, built(fn), inputs or matrices(1), group=group, **fields)
         PROGRAMS.append(made)
         return made
 

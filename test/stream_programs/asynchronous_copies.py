@@ -178,231 +178,171 @@ def _relative(hazard: str, inputs: Any = None, **fields: Any) -> Any:
         whole_numbers(ROWS, COLUMNS, dtype=torch.float16, pinned=True),
     ),
 )
-def converting_copies(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, half):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            device.copy_(host, non_blocking=True)
-            half[1:3].copy_(sleep(x)[1:3] * 2, non_blocking=True)
-        current.wait_stream(side)
-        return device + 1
-
-    return fn
+def converting_copies(side, sleep, /, x, device, host, half):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        device.copy_(host, non_blocking=True)
+        half[1:3].copy_(sleep(x)[1:3] * 2, non_blocking=True)
+    current.wait_stream(side)
+    return device + 1
 
 
 @_relative("a row is repeated, and a matrix turned, on its way")
-def copies_of_other_shapes(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            device.copy_(host[3], non_blocking=True)
-            out.t().copy_(sleep(x).t() * 2, non_blocking=True)
-            turned = torch.empty(COLUMNS, ROWS, device="cuda")
-            turned.t().copy_(host, non_blocking=True)
-        current.wait_stream(side)
-        return device + 1, turned
-
-    return fn
+def copies_of_other_shapes(side, sleep, /, x, device, host, out):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        device.copy_(host[3], non_blocking=True)
+        out.t().copy_(sleep(x).t() * 2, non_blocking=True)
+        turned = torch.empty(COLUMNS, ROWS, device="cuda")
+        turned.t().copy_(host, non_blocking=True)
+    current.wait_stream(side)
+    return device + 1, turned
 
 
 @_relative("rows of one ring are filled on two streams, and the host reads each after its event")
-def ring_of_two_streams(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, device, host, ring):
-        current = torch.cuda.current_stream()
-        done = []
-        for i, side in enumerate((one, two, one)):
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                ring[i].copy_((sleep(x) * (i + 2))[i], non_blocking=True)
-                done.append(side.record_event())
-        sums = []
-        for i, event in enumerate(done):
-            event.synchronize()
-            sums.append(ring[i] + 1)
-        return sums, x + device
-
-    return fn
+def ring_of_two_streams(one, two, sleep, /, x, device, host, ring):
+    current = torch.cuda.current_stream()
+    done = []
+    for i, side in enumerate((one, two, one)):
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            ring[i].copy_((sleep(x) * (i + 2))[i], non_blocking=True)
+            done.append(side.record_event())
+    sums = []
+    for i, event in enumerate(done):
+        event.synchronize()
+        sums.append(ring[i] + 1)
+    return sums, x + device
 
 
 @_relative("the host writes another row of the memory that a copy fills")
-def host_writes_beside_copy(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, ring):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            ring[1:3].copy_(sleep(x)[1:3] * 2, non_blocking=True)
-        ring[5] = 7.0
-        current.wait_stream(side)
-        side.synchronize()
-        return ring[1:3] + ring[5]
-
-    return fn
+def host_writes_beside_copy(side, sleep, /, x, device, host, ring):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        ring[1:3].copy_(sleep(x)[1:3] * 2, non_blocking=True)
+    ring[5] = 7.0
+    current.wait_stream(side)
+    side.synchronize()
+    return ring[1:3] + ring[5]
 
 
 @_relative("what was in the memory is read on another stream before the copy, and after it on a third")
-def read_before_and_after(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        current = torch.cuda.current_stream()
-        other.wait_stream(current)
-        with torch.cuda.stream(other):
-            before = sleep(device) * 2
-        side.wait_stream(other)
-        with torch.cuda.stream(side):
-            device[2:5].copy_(host[2:5], non_blocking=True)
-            device[0].copy_(host[7], non_blocking=True)
-        current.wait_stream(side)
-        return before, device * 3
-
-    return fn
+def read_before_and_after(side, other, sleep, /, x, device, host, out):
+    current = torch.cuda.current_stream()
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        before = sleep(device) * 2
+    side.wait_stream(other)
+    with torch.cuda.stream(side):
+        device[2:5].copy_(host[2:5], non_blocking=True)
+        device[0].copy_(host[7], non_blocking=True)
+    current.wait_stream(side)
+    return before, device * 3
 
 
 @_relative("the memory is returned, a copy of it, and one of what it was")
-def copied_memory_returned(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            before = device.clone()
-            device.copy_(host, non_blocking=True)
-            buffer = torch.zeros_like(x)
-            buffer[0].copy_(host[0], non_blocking=True)
-            first = buffer.clone()
-            buffer[1].copy_(host[1], non_blocking=True)
-            after = sleep(device).clone()
-        current.wait_stream(side)
-        return before, device, device.clone(), after, first, buffer
-
-    return fn
+def copied_memory_returned(side, sleep, /, x, device, host, out):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        before = device.clone()
+        device.copy_(host, non_blocking=True)
+        buffer = torch.zeros_like(x)
+        buffer[0].copy_(host[0], non_blocking=True)
+        first = buffer.clone()
+        buffer[1].copy_(host[1], non_blocking=True)
+        after = sleep(device).clone()
+    current.wait_stream(side)
+    return before, device, device.clone(), after, first, buffer
 
 
 @_relative("a copy into a tensor that was computed")
-def copy_into_computed(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            y = sleep(x).relu()
-            y[1:3].copy_(host[1:3], non_blocking=True)
-            z = y + 1
-            z.copy_(host, non_blocking=True)
-        current.wait_stream(side)
-        return y * 2, z
-
-    return fn
+def copy_into_computed(side, sleep, /, x, device, host, out):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        y = sleep(x).relu()
+        y[1:3].copy_(host[1:3], non_blocking=True)
+        z = y + 1
+        z.copy_(host, non_blocking=True)
+    current.wait_stream(side)
+    return y * 2, z
 
 
 @_relative("offloaded to the host and loaded again: the host has no part in that")
-def offloaded_and_loaded(k: Kit) -> Any:
-    out_stream, in_stream, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, device, host, ring):
-        current = torch.cuda.current_stream()
-        y = sleep(x) * 2
-        out_stream.wait_stream(current)
-        with torch.cuda.stream(out_stream):
-            ring[3:6].copy_(y[3:6], non_blocking=True)
-        in_stream.wait_stream(out_stream)
-        with torch.cuda.stream(in_stream):
-            device[1:4].copy_(ring[3:6], non_blocking=True)
-        current.wait_stream(in_stream)
-        return device + y
-
-    return fn
+def offloaded_and_loaded(out_stream, in_stream, sleep, /, x, device, host, ring):
+    current = torch.cuda.current_stream()
+    y = sleep(x) * 2
+    out_stream.wait_stream(current)
+    with torch.cuda.stream(out_stream):
+        ring[3:6].copy_(y[3:6], non_blocking=True)
+    in_stream.wait_stream(out_stream)
+    with torch.cuda.stream(in_stream):
+        device[1:4].copy_(ring[3:6], non_blocking=True)
+    current.wait_stream(in_stream)
+    return device + y
 
 
 @_relative("what is copied is updated in place afterwards")
-def source_updated_after_copy(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            out.copy_(sleep(device), non_blocking=True)
-            device[1:3].copy_(host[1:3], non_blocking=True)
-            out[4].copy_(device[4], non_blocking=True)
-        current.wait_stream(side)
-        device.add_(1)
-        x.mul_(2)
-
-    return fn
+def source_updated_after_copy(side, sleep, /, x, device, host, out):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        out.copy_(sleep(device), non_blocking=True)
+        device[1:3].copy_(host[1:3], non_blocking=True)
+        out[4].copy_(device[4], non_blocking=True)
+    current.wait_stream(side)
+    device.add_(1)
+    x.mul_(2)
 
 
 @_relative("host memory that the graph pins and fills is the copy's source")
-def staged_on_the_host(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        staging = torch.empty(4, COLUMNS, pin_memory=True)
-        staging[0:2] = host[0:2] * 2
-        staging[2:4] = out[2:4]
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            device[1:5].copy_(staging, non_blocking=True)
-            y = sleep(device) * 2
-        current.wait_stream(side)
-        return y
-
-    return fn
+def staged_on_the_host(side, sleep, /, x, device, host, out):
+    staging = torch.empty(4, COLUMNS, pin_memory=True)
+    staging[0:2] = host[0:2] * 2
+    staging[2:4] = out[2:4]
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        device[1:5].copy_(staging, non_blocking=True)
+        y = sleep(device) * 2
+    current.wait_stream(side)
+    return y
 
 
 @_relative(
     "pageable memory: eager's copy returns when it has been read, or filled",
     tensors(_ON_DEVICE, _ON_DEVICE, whole_numbers(ROWS, COLUMNS, on="cpu"), whole_numbers(ROWS, COLUMNS, on="cpu")),
 )
-def pageable_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            device.copy_(host, non_blocking=True)
-            out[1:3].copy_(sleep(x)[1:3] * 2, non_blocking=True)
-            own = torch.zeros(ROWS, COLUMNS)
-            own[0:2].copy_(x[0:2], non_blocking=True)
-        current.wait_stream(side)
-        return device + 1, own
-
-    return fn
+def pageable_memory(side, sleep, /, x, device, host, out):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        device.copy_(host, non_blocking=True)
+        out[1:3].copy_(sleep(x)[1:3] * 2, non_blocking=True)
+        own = torch.zeros(ROWS, COLUMNS)
+        own[0:2].copy_(x[0:2], non_blocking=True)
+    current.wait_stream(side)
+    return device + 1, own
 
 
 @_relative("sizes that are known when the code runs", dynamic=True)
-def copies_of_dynamic_shape(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, device, host, out):
-        n = x.shape[0] // 2
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            device[1 : n + 1].copy_(host[:n], non_blocking=True)
-            out[n:].copy_((sleep(x) * 2)[n:], non_blocking=True)
-            out.view(-1)[3:n].copy_(x.view(-1)[: n - 3], non_blocking=True)
-            own = torch.empty_like(x)
-            own.copy_(host, non_blocking=True)
-            pinned = torch.empty(n, x.shape[1], pin_memory=True)
-            pinned.copy_(own[n:], non_blocking=True)
-            computed = x.relu()
-            computed[:n].copy_(host[n:], non_blocking=True)
-        current.wait_stream(side)
-        return device * 2, own, pinned, computed
-
-    return fn
+def copies_of_dynamic_shape(side, sleep, /, x, device, host, out):
+    n = x.shape[0] // 2
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        device[1 : n + 1].copy_(host[:n], non_blocking=True)
+        out[n:].copy_((sleep(x) * 2)[n:], non_blocking=True)
+        out.view(-1)[3:n].copy_(x.view(-1)[: n - 3], non_blocking=True)
+        own = torch.empty_like(x)
+        own.copy_(host, non_blocking=True)
+        pinned = torch.empty(n, x.shape[1], pin_memory=True)
+        pinned.copy_(own[n:], non_blocking=True)
+        computed = x.relu()
+        computed[:n].copy_(host[n:], non_blocking=True)
+    current.wait_stream(side)
+    return device * 2, own, pinned, computed

@@ -18,145 +18,105 @@ except ImportError:  # there is no Triton
 if scaled is not None:
 
     @program("a Triton kernel of the user is launched on the stream of its block")
-    def user_triton_kernel(k: Kit) -> Any:
-        side, sleep = k.stream(), k.sleep
-
-        def fn(x):
-            current = torch.cuda.current_stream()
-            x = sleep(x + 1)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                a = scaled(sleep(x), 3.0)
-            b = scaled(x, 2.0)
-            current.wait_stream(side)
-            return scaled(a + b, 2.0)
-
-        return fn
+    def user_triton_kernel(side, sleep, /, x):
+        current = torch.cuda.current_stream()
+        x = sleep(x + 1)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = scaled(sleep(x), 3.0)
+        b = scaled(x, 2.0)
+        current.wait_stream(side)
+        return scaled(a + b, 2.0)
 
     @program("a user's kernel writes on another stream what `empty_like` made on the caller's", late_reader="current")
-    def user_kernel_fills_memory_of_the_callers_stream(k: Kit) -> Any:
-        side, sleep = k.stream(), k.sleep
-
-        def fn(x):
-            current = torch.cuda.current_stream()
-            out = torch.empty_like(x)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                scaled_into(out, sleep(x), 3.0)
-            current.wait_stream(side)
-            return out
-
-        return fn
+    def user_kernel_fills_memory_of_the_callers_stream(side, sleep, /, x):
+        current = torch.cuda.current_stream()
+        out = torch.empty_like(x)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            scaled_into(out, sleep(x), 3.0)
+        current.wait_stream(side)
+        return out
 
     @program("a user's kernel writes on the caller's stream what a side stream allocated", late_reader="side")
-    def user_kernel_fills_memory_of_a_side_stream(k: Kit) -> Any:
-        side, sleep = k.stream(), k.sleep
-
-        def fn(x):
-            current = torch.cuda.current_stream()
-            with torch.cuda.stream(side):
-                out = torch.empty_like(x)
-            current.wait_stream(side)
-            scaled_into(out, sleep(x), 3.0)
-            side.wait_stream(current)
-            return out
-
-        return fn
+    def user_kernel_fills_memory_of_a_side_stream(side, sleep, /, x):
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            out = torch.empty_like(x)
+        current.wait_stream(side)
+        scaled_into(out, sleep(x), 3.0)
+        side.wait_stream(current)
+        return out
 
     @program("kernels of two streams update views of one tensor, and the result is handed on", late_reader="current")
-    def user_kernels_of_two_streams_write_parts(k: Kit) -> Any:
-        first, second, sleep = k.stream(), k.stream(), k.sleep
-
-        def fn(x):
-            current = torch.cuda.current_stream()
-            out = x.new_empty(2, *x.shape)
-            total = torch.empty_like(x)
-            first.wait_stream(current)
-            with torch.cuda.stream(first):
-                scaled_into(out[0], sleep(x), 2.0)
-            second.wait_stream(first)
-            with torch.cuda.stream(second):
-                scaled_into(out[1], sleep(x), 3.0)
-                added_into(total, out[0], out[1])
-                scaled_into(total, total, 2.0)
-            current.wait_stream(second)
-            return out[1], total
-
-        return fn
+    def user_kernels_of_two_streams_write_parts(first, second, sleep, /, x):
+        current = torch.cuda.current_stream()
+        out = x.new_empty(2, *x.shape)
+        total = torch.empty_like(x)
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            scaled_into(out[0], sleep(x), 2.0)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            scaled_into(out[1], sleep(x), 3.0)
+            added_into(total, out[0], out[1])
+            scaled_into(total, total, 2.0)
+        current.wait_stream(second)
+        return out[1], total
 
     @program("the allocator was told of a stream before a user's kernel updated the tensor", late_reader="current")
-    def user_kernel_updates_a_recorded_tensor(k: Kit) -> Any:
-        first, second, sleep = k.stream(), k.stream(), k.sleep
-
-        def fn(x):
-            current = torch.cuda.current_stream()
-            out = sleep(x) + 1
-            first.wait_stream(current)
-            out.record_stream(first)
-            with torch.cuda.stream(first):
-                a = sleep(out).sum(0)
-            second.wait_stream(current)
-            second.wait_stream(first)
-            with torch.cuda.stream(second):
-                scaled_into(out, out, 3.0)
-            current.wait_stream(second)
-            return out, a * 1
-
-        return fn
+    def user_kernel_updates_a_recorded_tensor(first, second, sleep, /, x):
+        current = torch.cuda.current_stream()
+        out = sleep(x) + 1
+        first.wait_stream(current)
+        out.record_stream(first)
+        with torch.cuda.stream(first):
+            a = sleep(out).sum(0)
+        second.wait_stream(current)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            scaled_into(out, out, 3.0)
+        current.wait_stream(second)
+        return out, a * 1
 
 
 # ---- kinds of kernels
 
 
 @program("a custom operator sees its block's stream as the current one")
-def custom_operator(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        x = torch.ops.overlay_test.double(sleep(x))
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch.ops.overlay_test.double(sleep(x))
-        b = torch.ops.overlay_test.double(x) + 1
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def custom_operator(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    x = torch.ops.overlay_test.double(sleep(x))
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = torch.ops.overlay_test.double(sleep(x))
+    b = torch.ops.overlay_test.double(x) + 1
+    current.wait_stream(side)
+    return a + b
 
 
 @program("a custom operator that mutates, on a side stream")
-def mutating_custom_operator(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        total = x * 2
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            torch.ops.overlay_test.add_to(total, sleep(x))
-            torch.ops.overlay_test.add_to(total, total.clone())
-        current.wait_stream(side)
-        torch.ops.overlay_test.add_to(total, x)
-        return total
-
-    return fn
+def mutating_custom_operator(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    total = x * 2
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        torch.ops.overlay_test.add_to(total, sleep(x))
+        torch.ops.overlay_test.add_to(total, total.clone())
+    current.wait_stream(side)
+    torch.ops.overlay_test.add_to(total, x)
+    return total
 
 
 @program("foreach operators with lists on two streams", matrices(4))
-def foreach_on_two_streams(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(*xs):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch._foreach_mul([sleep(x) for x in xs], 3)
-        b = torch._foreach_add(xs, 1)
-        current.wait_stream(side)
-        return torch._foreach_add(a, b)
-
-    return fn
+def foreach_on_two_streams(side, sleep, /, *xs):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = torch._foreach_mul([sleep(x) for x in xs], 3)
+    b = torch._foreach_add(xs, 1)
+    current.wait_stream(side)
+    return torch._foreach_add(a, b)
 
 
 @program(
@@ -164,21 +124,16 @@ def foreach_on_two_streams(k: Kit) -> Any:
     tensors(whole_numbers(64, 64), whole_numbers(32, 128), whole_numbers(128, 16), whole_numbers(16, 96)),
     options={"combo_kernels": True, "benchmark_combo_kernel": False},
 )
-def combo_kernels(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(a, b, c, d):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(a) * 2
-            b = b.sum(-1) + 1
-        c = c * 3
-        d = d.sum(0) - 1
-        current.wait_stream(side)
-        return a, b, c, d
-
-    return fn
+def combo_kernels(side, sleep, /, a, b, c, d):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(a) * 2
+        b = b.sum(-1) + 1
+    c = c * 3
+    d = d.sum(0) - 1
+    current.wait_stream(side)
+    return a, b, c, d
 
 
 @program(
@@ -186,19 +141,14 @@ def combo_kernels(k: Kit) -> Any:
     matrices(2, 128),
     options={"max_autotune": True, "max_autotune_gemm_backends": "TRITON"},
 )
-def matmul_templates(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (sleep(x) @ y).relu() + 1
-        b = (y @ x).relu() - 1
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def matmul_templates(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = (sleep(x) @ y).relu() + 1
+    b = (y @ x).relu() - 1
+    current.wait_stream(side)
+    return a + b
 
 
 @program("a convolution and a pooling on a side stream", tensors(whole_numbers(2, 8, 16, 16)), tolerance=1e-3)
@@ -222,20 +172,15 @@ def convolution(k: Kit) -> Any:
     "kernels of the fallback kind, with several outputs: sort and topk",
     tensors(whole_numbers(64, 256, low=-50, high=50)),
 )
-def kernels_with_several_outputs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            values, order = torch.sort(sleep(x), stable=True, dim=-1)
-            top, _ = torch.topk(x, 4)
-        current.wait_stream(side)
-        again = torch.gather(x, -1, order)
-        return again - values, top, order
-
-    return fn
+def kernels_with_several_outputs(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        values, order = torch.sort(sleep(x), stable=True, dim=-1)
+        top, _ = torch.topk(x, 4)
+    current.wait_stream(side)
+    again = torch.gather(x, -1, order)
+    return again - values, top, order
 
 
 @program(
@@ -246,37 +191,27 @@ def kernels_with_several_outputs(k: Kit) -> Any:
         whole_numbers(128, 16),
     ),
 )
-def scatter_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, index, values):
-        current = torch.cuda.current_stream()
-        total = x * 2
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = total.index_add(0, index, sleep(values))
-            b = total.index_put((index,), values, accumulate=True)
-        current.wait_stream(side)
-        return a + b + total
-
-    return fn
+def scatter_on_side_stream(side, sleep, /, x, index, values):
+    current = torch.cuda.current_stream()
+    total = x * 2
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = total.index_add(0, index, sleep(values))
+        b = total.index_put((index,), values, accumulate=True)
+    current.wait_stream(side)
+    return a + b + total
 
 
 @program("reductions: several kernels on each stream, split in two steps", tensors(whole_numbers(8, 65536)))
-def reductions(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(x).sum()
-            b = x.amax(-1)
-        c = x.sum(0)
-        current.wait_stream(side)
-        return a + b, c + a
-
-    return fn
+def reductions(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(x).sum()
+        b = x.amax(-1)
+    c = x.sum(0)
+    current.wait_stream(side)
+    return a + b, c + a
 
 
 @program("slices of a concatenation are written by kernels of several streams", matrices(3))
@@ -299,101 +234,76 @@ def concatenation_of_branches(k: Kit) -> Any:
 
 
 @program("a concatenation made on a side stream of parts from two others", matrices(2))
-def concatenation_on_side_stream(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = sleep(x).relu()
-        b = sleep(y) - 1
-        second.wait_stream(current)
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            c = torch.cat([a, b, a + b])
-        current.wait_stream(second)
-        return c * 2
-
-    return fn
+def concatenation_on_side_stream(first, second, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    first.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = sleep(x).relu()
+    b = sleep(y) - 1
+    second.wait_stream(current)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        c = torch.cat([a, b, a + b])
+    current.wait_stream(second)
+    return c * 2
 
 
 # ---- tensors
 
 
 @program("views of one buffer read and written on several streams")
-def views_across_streams(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        h = sleep(x) * 2
-        top, bottom = h[:32], h[32:]
-        first.wait_stream(current)
-        second.wait_stream(current)
-        with torch.cuda.stream(first):
-            top.add_(sleep(bottom.clone()))
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            bottom.mul_(3)
-        turned = h.t()
-        current.wait_stream(second)
-        return turned @ h, top.reshape(-1)
-
-    return fn
+def views_across_streams(first, second, sleep, /, x):
+    current = torch.cuda.current_stream()
+    h = sleep(x) * 2
+    top, bottom = h[:32], h[32:]
+    first.wait_stream(current)
+    second.wait_stream(current)
+    with torch.cuda.stream(first):
+        top.add_(sleep(bottom.clone()))
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        bottom.mul_(3)
+    turned = h.t()
+    current.wait_stream(second)
+    return turned @ h, top.reshape(-1)
 
 
 @program("outputs that are views of an input, of each other, and the same tensor twice")
-def aliased_outputs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            view = a[1:]
-        current.wait_stream(side)
-        return a, view, a, x.t(), a.view(-1)
-
-    return fn
+def aliased_outputs(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        view = a[1:]
+    current.wait_stream(side)
+    return a, view, a, x.t(), a.view(-1)
 
 
 @program("outputs returned without a join: the caller joins", matrices(2), finish=joins_all)
-def unjoined_outputs(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        second.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = sleep(x) @ y
-        with torch.cuda.stream(second):
-            b = sleep(y) + 1
-        return a, b, x * y
-
-    return fn
+def unjoined_outputs(first, second, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    first.wait_stream(current)
+    second.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = sleep(x) @ y
+    with torch.cuda.stream(second):
+        b = sleep(y) + 1
+    return a, b, x * y
 
 
 @program(
     "empty tensors and tensors without dimensions",
     tensors(whole_numbers(64, 64), whole_numbers(0, 64), whole_numbers()),
 )
-def empty_and_scalar_tensors(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, empty, scalar):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(scalar) * 2
-            b = torch.cat([empty * 2, x])
-            c = (empty + 1).sum()
-        current.wait_stream(side)
-        return a + x, b, c + a, empty + a
-
-    return fn
+def empty_and_scalar_tensors(side, sleep, /, x, empty, scalar):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(scalar) * 2
+        b = torch.cat([empty * 2, x])
+        c = (empty + 1).sum()
+    current.wait_stream(side)
+    return a + x, b, c + a, empty + a
 
 
 @program(
@@ -406,21 +316,16 @@ def empty_and_scalar_tensors(k: Kit) -> Any:
         whole_numbers(64, 64, dtype=torch.bool, low=0, high=1),
     ),
 )
-def several_dtypes(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(half, brain, whole, double, truth):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(half).float() + brain
-            b = torch.where(truth, whole, -whole)
-            c = sleep(double) * whole
-        d = half @ half
-        current.wait_stream(side)
-        return a, b.to(torch.int64) + 1, c, d + a.half(), truth.logical_not()
-
-    return fn
+def several_dtypes(side, sleep, /, half, brain, whole, double, truth):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(half).float() + brain
+        b = torch.where(truth, whole, -whole)
+        c = sleep(double) * whole
+    d = half @ half
+    current.wait_stream(side)
+    return a, b.to(torch.int64) + 1, c, d + a.half(), truth.logical_not()
 
 
 # ---- modules and larger programs
@@ -549,20 +454,15 @@ def event_ping_pong(k: Kit) -> Any:
     ),
     dynamic=True,
 )
-def dynamic_shapes(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, w):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (sleep(x) @ w).relu()
-        b = x * x.shape[0]
-        current.wait_stream(side)
-        return a + b, x.shape[0]
-
-    return fn
+def dynamic_shapes(side, sleep, /, x, w):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = (sleep(x) @ w).relu()
+    b = x * x.shape[0]
+    current.wait_stream(side)
+    return a + b, x.shape[0]
 
 
 @program("a region that is compiled once and called on two streams", matrices(1, low=-1, high=1))
@@ -612,19 +512,14 @@ def stream_inside_nested_region(k: Kit) -> Any:
 
 
 @program("a branch on a tensor, torch.cond, on a side stream")
-def cond_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch.cond(sleep(x).sum() > 0, lambda t: t * 2, lambda t: t - 1, (x,))
-        b = x + 1
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def cond_on_side_stream(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = torch.cond(sleep(x).sum() > 0, lambda t: t * 2, lambda t: t - 1, (x,))
+    b = x + 1
+    current.wait_stream(side)
+    return a + b
 
 
 @program(

@@ -21,18 +21,13 @@ def _reads_input(instance, inputs, outputs):
     "the write-back of a mutation comes after the user's join: the caller reads the old input (#197416)",
     finish=_reads_input,
 )
-def mutation_joined_by_wait_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            x.add_(sleep(x))
-        current.wait_stream(side)
-        return x.new_ones(4)
-
-    return fn
+def mutation_joined_by_wait_stream(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        x.add_(sleep(x))
+    current.wait_stream(side)
+    return x.new_ones(4)
 
 
 @program("the same, joined by an event recorded after the mutation (#177576)", finish=_reads_input)
@@ -53,17 +48,12 @@ def mutation_joined_by_event(k: Kit) -> Any:
 
 
 @program("the same, joined by the host", finish=_reads_input, host_reads=True)
-def mutation_joined_by_synchronize(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.add_(sleep(x))
-        side.synchronize()
-        return x.new_ones(4)
-
-    return fn
+def mutation_joined_by_synchronize(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(sleep(x))
+    side.synchronize()
+    return x.new_ones(4)
 
 
 def _waits_then_reads_input(instance, inputs, outputs):
@@ -76,17 +66,12 @@ def _waits_then_reads_input(instance, inputs, outputs):
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Event()),
     finish=_waits_then_reads_input,
 )
-def mutation_promised_by_escaping_event(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, done):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.add_(sleep(x))
-            done.record()
-        return x.new_ones(4)
-
-    return fn
+def mutation_promised_by_escaping_event(side, sleep, /, x, done):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(sleep(x))
+        done.record()
+    return x.new_ones(4)
 
 
 def _joins_then_reads_input(instance, inputs, outputs):
@@ -97,16 +82,11 @@ def _joins_then_reads_input(instance, inputs, outputs):
 @program(
     "the stream that mutates is returned, and joined by the caller (#195573, review)", finish=_joins_then_reads_input
 )
-def mutation_on_returned_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.add_(sleep(x))
-        return side
-
-    return fn
+def mutation_on_returned_stream(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(sleep(x))
+    return side
 
 
 @program(
@@ -137,121 +117,62 @@ def kv_cache_then_forked_layer(k: Kit) -> Any:
     return fn
 
 
-@program(
-    "a KV cache updated on the side stream itself, read on the current one after the join",
-    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16)),
-    finish=_reads_input,
-)
-def kv_cache_updated_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(cache, token):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            cache[:, 3:4].copy_(sleep(token) * 2)
-        hidden = token + 1
-        current.wait_stream(side)
-        return (cache * hidden).sum(1)
-
-    return fn
-
-
 @program("an input mutated on one stream after another stream read it: write after read", finish=_reads_input)
-def input_read_then_mutated(k: Kit) -> Any:
-    reader, writer, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        reader.wait_stream(current)
-        with torch.cuda.stream(reader):
-            a = sleep(x.clone()) @ x
-        writer.wait_stream(reader)
-        with torch.cuda.stream(writer):
-            x.mul_(5)
-        current.wait_stream(writer)
-        return a
-
-    return fn
-
-
-@program("an input mutated on two streams in turn: write after write", finish=_reads_input)
-def input_mutated_on_two_streams(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            x.add_(sleep(x))
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            x.mul_(3)
-        current.wait_stream(second)
-        x.sub_(1)
-        return x.sum()
-
-    return fn
+def input_read_then_mutated(reader, writer, sleep, /, x):
+    current = torch.cuda.current_stream()
+    reader.wait_stream(current)
+    with torch.cuda.stream(reader):
+        a = sleep(x.clone()) @ x
+    writer.wait_stream(reader)
+    with torch.cuda.stream(writer):
+        x.mul_(5)
+    current.wait_stream(writer)
+    return a
 
 
 @program("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
-def in_place_operator_and_second_reader(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        hidden = x + 1
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            shared = sleep(hidden.clone()) @ hidden
-        current.wait_stream(side)
-        torch.ops.overlay_test.add_to(hidden, sleep(y))
-        return shared + hidden
-
-    return fn
+def in_place_operator_and_second_reader(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    hidden = x + 1
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        shared = sleep(hidden.clone()) @ hidden
+    current.wait_stream(side)
+    torch.ops.overlay_test.add_to(hidden, sleep(y))
+    return shared + hidden
 
 
 # ---- events and waits
 
 
 @program("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
-def two_consumers_of_one_event(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        fork = torch.cuda.Event()
-        y = sleep(x) + 1
-        fork.record()
-        with torch.cuda.stream(first):
-            fork.wait()
-            a = y * 2
-        with torch.cuda.stream(second):
-            fork.wait()
-            b = y * 3
-        current.wait_stream(first)
-        current.wait_stream(second)
-        return a + b
-
-    return fn
+def two_consumers_of_one_event(first, second, sleep, /, x):
+    current = torch.cuda.current_stream()
+    fork = torch.cuda.Event()
+    y = sleep(x) + 1
+    fork.record()
+    with torch.cuda.stream(first):
+        fork.wait()
+        a = y * 2
+    with torch.cuda.stream(second):
+        fork.wait()
+        b = y * 3
+    current.wait_stream(first)
+    current.wait_stream(second)
+    return a + b
 
 
 @program("wait_stream has only numbers for arguments and is scheduled first (#185546)", matrices(2))
-def wait_stream_is_not_first(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        before = sleep(y) * 3
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(before) @ x
-        independent = y + 7
-        current.wait_stream(side)
-        after = a + before
-        return after, independent
-
-    return fn
+def wait_stream_is_not_first(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    before = sleep(y) * 3
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(before) @ x
+    independent = y + 7
+    current.wait_stream(side)
+    after = a + before
+    return after, independent
 
 
 def _waits_for_both(instance, inputs, outputs):
@@ -267,21 +188,16 @@ def _waits_for_both(instance, inputs, outputs):
     tensors(whole_numbers(64, 64), *[lambda device, generator: torch.cuda.Event()] * 2),
     finish=_waits_for_both,
 )
-def records_in_a_row(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, first, second):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            first.record()
-        with torch.cuda.stream(side):
-            b = sleep(x) * 3
-            first.record()
-            second.record()
-        return a, b
-
-    return fn
+def records_in_a_row(side, sleep, /, x, first, second):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        first.record()
+    with torch.cuda.stream(side):
+        b = sleep(x) * 3
+        first.record()
+        second.record()
+    return a, b
 
 
 def _waits_for_record_before(instance, inputs, outputs):
@@ -290,37 +206,27 @@ def _waits_for_record_before(instance, inputs, outputs):
 
 
 @program("an event recorded between two pieces of work covers the first", finish=_waits_for_record_before)
-def record_between_work(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            between = side.record_event()
-            b = sleep(a) + 5
-        return a, between, b
-
-    return fn
+def record_between_work(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        between = side.record_event()
+        b = sleep(a) + 5
+    return a, between, b
 
 
 @program(
     "an event of the outside is waited for by a stream that does nothing else",
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.current_stream().record_event()),
 )
-def wait_without_other_work(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, ready):
-        current = torch.cuda.current_stream()
-        other.wait_event(ready)
-        side.wait_stream(other)
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-        current.wait_stream(side)
-        return a + x
-
-    return fn
+def wait_without_other_work(side, other, sleep, /, x, ready):
+    current = torch.cuda.current_stream()
+    other.wait_event(ready)
+    side.wait_stream(other)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+    current.wait_stream(side)
+    return a + x
 
 
 def _orders_later_work(instance, inputs, outputs):
@@ -331,15 +237,10 @@ def _orders_later_work(instance, inputs, outputs):
 
 
 @program("a side stream that waits at the end holds back the caller's later work on it", finish=_orders_later_work)
-def side_stream_waits_at_exit(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        a = sleep(x) @ x
-        side.wait_stream(torch.cuda.current_stream())
-        return a
-
-    return fn
+def side_stream_waits_at_exit(side, sleep, /, x):
+    a = sleep(x) @ x
+    side.wait_stream(torch.cuda.current_stream())
+    return a
 
 
 @program("the order of work between two side streams, promised to the caller by a third", finish=joins_all)
@@ -362,23 +263,18 @@ def chain_of_streams(k: Kit) -> Any:
 
 
 @program("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
-def producer_not_inlined(k: Kit) -> Any:
-    side, _sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = x * 2 + 1
-        current.wait_stream(side)
-        b = a * 3 - x
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            c = b + a
-        current.wait_stream(side)
-        return c - 1
-
-    return fn
+def producer_not_inlined(side, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = x * 2 + 1
+    current.wait_stream(side)
+    b = a * 3 - x
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        c = b + a
+    current.wait_stream(side)
+    return c - 1
 
 
 def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
@@ -392,23 +288,18 @@ def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tens
     "a misaligned input that several streams read is realigned once, on one of them (#187224)",
     tensors(_sometimes_misaligned),
 )
-def misaligned_input_of_two_streams(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        for side in (first, second):
-            side.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = sleep(x) * 2
-        with torch.cuda.stream(second):
-            b = sleep(x) + 3
-        c = x.sum(0)
-        current.wait_stream(first)
-        current.wait_stream(second)
-        return a + b + c
-
-    return fn
+def misaligned_input_of_two_streams(first, second, sleep, /, x):
+    current = torch.cuda.current_stream()
+    for side in (first, second):
+        side.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = sleep(x) * 2
+    with torch.cuda.stream(second):
+        b = sleep(x) + 3
+    c = x.sum(0)
+    current.wait_stream(first)
+    current.wait_stream(second)
+    return a + b + c
 
 
 def _loaded(source: torch.Tensor, side: torch.cuda.Stream, sleep: Any) -> torch.Tensor:
@@ -526,83 +417,63 @@ def misaligned_input_is_updated_on_a_side_stream(k: Kit) -> Any:
 
 
 @program("streams read and update a misaligned input in turn, each from a copy of its own", _MISALIGNED)
-def misaligned_input_is_updated_by_two_streams(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = sleep(x).sum(0)
-            x[1:3] += 1
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            b = sleep(x) @ x
-            x.mul_(2)
-        first.wait_stream(second)
-        with torch.cuda.stream(first):
-            c = sleep(x).sum(1)
-        current.wait_stream(first)
-        return a + b + c
-
-    return fn
+def misaligned_input_is_updated_by_two_streams(first, second, sleep, /, x):
+    current = torch.cuda.current_stream()
+    first.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = sleep(x).sum(0)
+        x[1:3] += 1
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        b = sleep(x) @ x
+        x.mul_(2)
+    first.wait_stream(second)
+    with torch.cuda.stream(first):
+        c = sleep(x).sum(1)
+    current.wait_stream(first)
+    return a + b + c
 
 
 @program("Tensor.record_stream is an error about alias annotations (ai-toolkit #1012)")
-def record_stream_on_intermediate(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        h = sleep(x) * 2
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(h) + 1
-            h.record_stream(side)
-            x.record_stream(side)
-        del h
-        current.wait_stream(side)
-        a.record_stream(current)
-        return a
-
-    return fn
+def record_stream_on_intermediate(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    h = sleep(x) * 2
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(h) + 1
+        h.record_stream(side)
+        x.record_stream(side)
+    del h
+    current.wait_stream(side)
+    a.record_stream(current)
+    return a
 
 
 @program(
     "an input freed by the caller while the side stream still reads it, protected by record_stream", finish=joins_all
 )
-def input_protected_by_record_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x.clone()) @ x
-        x.record_stream(side)
-        return a
-
-    return fn
+def input_protected_by_record_stream(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = sleep(x.clone()) @ x
+    x.record_stream(side)
+    return a
 
 
 @program(
     "the current stream waits for a side stream's own work, which only another side stream reads", finish=joins_all
 )
-def stream_joined_before_its_result_is_read(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = sleep(x) + 1
-            b = a @ a
-        current.wait_stream(first)
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            c = b @ b
-        return c
-
-    return fn
+def stream_joined_before_its_result_is_read(first, second, sleep, /, x):
+    current = torch.cuda.current_stream()
+    first.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = sleep(x) + 1
+        b = a @ a
+    current.wait_stream(first)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        c = b @ b
+    return c
 
 
 # ---- passes that lose the stream
@@ -613,52 +484,26 @@ def stream_joined_before_its_result_is_read(k: Kit) -> Any:
     tensors(whole_numbers(64, 512), whole_numbers(512, 64)),
     tolerance=1e-4,
 )
-def softmax_then_matmul(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch.softmax(sleep(x), -1) @ y
-        b = torch.relu(x)
-        current.wait_stream(side)
-        return a + b[:, :64]
-
-    return fn
+def softmax_then_matmul(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = torch.softmax(sleep(x), -1) @ y
+    b = torch.relu(x)
+    current.wait_stream(side)
+    return a + b[:, :64]
 
 
 @program("attention written out is replaced by a fused operator", matrices(3, 32), tolerance=1e-4)
-def attention_pattern(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(q, key, v):
-        current = torch.cuda.current_stream()
-        q, key, v = (t.view(2, 2, 16, 16) for t in (q, key, v))
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch.softmax(sleep(q) @ key.transpose(-2, -1) / 4.0, -1) @ v
-        b = v * 2
-        current.wait_stream(side)
-        return a + b
-
-    return fn
-
-
-@program("scaled_dot_product_attention on a side stream", tensors(*[whole_numbers(2, 4, 64, 32)] * 3), tolerance=1e-4)
-def sdpa_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(q, key, v):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch.nn.functional.scaled_dot_product_attention(sleep(q), key, v)
-        b = q + v
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def attention_pattern(side, sleep, /, q, key, v):
+    current = torch.cuda.current_stream()
+    q, key, v = (t.view(2, 2, 16, 16) for t in (q, key, v))
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = torch.softmax(sleep(q) @ key.transpose(-2, -1) / 4.0, -1) @ v
+    b = v * 2
+    current.wait_stream(side)
+    return a + b
 
 
 @program(
@@ -666,21 +511,16 @@ def sdpa_on_side_stream(k: Kit) -> Any:
     options={"fallback_random": True},
     random=True,
 )
-def dropouts_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        a = torch.nn.functional.dropout(x, 0.5)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            b = torch.nn.functional.dropout(sleep(x), 0.5)
-            c = torch.nn.functional.dropout(b, 0.25)
-        d = torch.nn.functional.dropout(a, 0.5)
-        current.wait_stream(side)
-        return a + 2 * b, c, d
-
-    return fn
+def dropouts_on_side_stream(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    a = torch.nn.functional.dropout(x, 0.5)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        b = torch.nn.functional.dropout(sleep(x), 0.5)
+        c = torch.nn.functional.dropout(b, 0.25)
+    d = torch.nn.functional.dropout(a, 0.5)
+    current.wait_stream(side)
+    return a + 2 * b, c, d
 
 
 # ---- several frames, several devices
@@ -817,37 +657,23 @@ _WITH_HOST_MEMORY = tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_
     _WITH_HOST_MEMORY,
     finish=joins_all,
 )
-def side_stream_updates_behind_a_copy_between_graphs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, state, host):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            host.copy_(x, non_blocking=True)
-            state.add_(sleep(x))
-        return x * 2
-
-    return fn
-
-
-@program(
-    "the same, of the current stream's work, for which the side stream waits",
-    _WITH_HOST_MEMORY,
-    finish=joins_all,
-)
-def side_stream_waits_behind_a_copy_between_graphs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, state, host):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            host.copy_(x, non_blocking=True)
+def side_stream_updates_behind_a_copy_between_graphs(side, sleep, /, x, state, host):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host.copy_(x, non_blocking=True)
         state.add_(sleep(x))
-        side.wait_stream(current)
-        return x * 2
+    return x * 2
 
-    return fn
+
+@program("the same, of the current stream's work, for which the side stream waits", _WITH_HOST_MEMORY, finish=joins_all)
+def side_stream_waits_behind_a_copy_between_graphs(side, sleep, /, x, state, host):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        host.copy_(x, non_blocking=True)
+    state.add_(sleep(x))
+    side.wait_stream(current)
+    return x * 2
 
 
 @program(
@@ -884,87 +710,62 @@ def nested_region_behind_a_copy_between_graphs(k: Kit) -> Any:
     options={"triton.cudagraph_min_partition_size": 8},
     finish=joins_all,
 )
-def graph_too_small_to_capture(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, host):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            host.copy_(a, non_blocking=True)
-            b = a @ a
-        current.wait_stream(side)
-        return b
-
-    return fn
+def graph_too_small_to_capture(side, sleep, /, x, host):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        host.copy_(a, non_blocking=True)
+        b = a @ a
+    current.wait_stream(side)
+    return b
 
 
 # ---- memory of results
 
 
 @program("the result of an update on another stream: in eager it is the current stream's memory", late_reader="current")
-def result_updated_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        h = sleep(x) * 2
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            h.mul_(3)
-        current.wait_stream(side)
-        return h
-
-    return fn
+def result_updated_elsewhere(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    h = sleep(x) * 2
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        h.mul_(3)
+    current.wait_stream(side)
+    return h
 
 
 @program("the same of an update that reads nothing, and of a part", late_reader="current")
-def result_filled_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        h, part = sleep(x) * 2, sleep(x) * 4
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            h.fill_(7)
-            part[1:].add_(1)
-        current.wait_stream(side)
-        return h, part
-
-    return fn
+def result_filled_elsewhere(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    h, part = sleep(x) * 2, sleep(x) * 4
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        h.fill_(7)
+        part[1:].add_(1)
+    current.wait_stream(side)
+    return h, part
 
 
 @program("a result of a side stream that is read there: in eager it is that stream's memory", late_reader="side")
-def result_of_its_reader(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            y = sleep(x) + 1
-        current.wait_stream(side)
-        return y
-
-    return fn
+def result_of_its_reader(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        y = sleep(x) + 1
+    current.wait_stream(side)
+    return y
 
 
 @program("a result of one side stream that another one updates is the first one's memory", late_reader="side")
-def result_updated_on_another_side_stream(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            y = sleep(x) + 1
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            y.mul_(2)
-        first.wait_stream(second)
-        current.wait_stream(first)
-        return y
-
-    return fn
+def result_updated_on_another_side_stream(first, second, sleep, /, x):
+    current = torch.cuda.current_stream()
+    first.wait_stream(current)
+    with torch.cuda.stream(first):
+        y = sleep(x) + 1
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        y.mul_(2)
+    first.wait_stream(second)
+    current.wait_stream(first)
+    return y

@@ -21,20 +21,15 @@ def _branch(x: torch.Tensor) -> torch.Tensor:
 
 
 @program("the plain fork and join")
-def fork_join(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = _branch(sleep(x))
-        b = x * 2
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def fork_join(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = _branch(sleep(x))
+    b = x * 2
+    current.wait_stream(side)
+    return a + b
 
 
 @program("torch.Stream and torch.accelerator are not seen as streams")
@@ -54,62 +49,35 @@ def generic_stream_outside(k: Kit) -> Any:
     return fn
 
 
-@program("a stream made inside is made while tracing, or anew without end")
-def cuda_stream_made_inside(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = _branch(sleep(x))
-        current.wait_stream(side)
-        return a + x
-
-    return fn
-
-
 @program("torch.Stream made inside, with a device")
-def generic_stream_made_inside(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x):
-        current = torch.accelerator.current_stream()
-        side = torch.Stream(device="cuda")
-        other = torch.Stream(torch.device("cuda", 0))
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        other.wait_stream(current)
-        with side:
-            a = _branch(sleep(x))
-        with other:
-            b = sleep(x) * 3
-        current.wait_stream(side)
-        current.wait_stream(other)
-        return a + b
-
-    return fn
+def generic_stream_made_inside(sleep, /, x):
+    current = torch.accelerator.current_stream()
+    side = torch.Stream(device="cuda")
+    other = torch.Stream(torch.device("cuda", 0))
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    other.wait_stream(current)
+    with side:
+        a = _branch(sleep(x))
+    with other:
+        b = sleep(x) * 3
+    current.wait_stream(side)
+    current.wait_stream(other)
+    return a + b
 
 
 @program("two streams made inside are taken for one")
-def two_streams_made_inside(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        first, second = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = sleep(x) * 2
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            b = _branch(a)
-        current.wait_stream(second)
-        return b - x
-
-    return fn
+def two_streams_made_inside(sleep, /, x):
+    current = torch.cuda.current_stream()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    first.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = sleep(x) * 2
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        b = _branch(a)
+    current.wait_stream(second)
+    return b - x
 
 
 @program("events made outside, recorded inside; wrong numbers under reduce-overhead (#180396, #176486)", matrices(2))
@@ -132,22 +100,17 @@ def events_made_outside(k: Kit) -> Any:
 
 
 @program("events made inside", matrices(2))
-def events_made_inside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        fork, join = torch.cuda.Event(), torch.cuda.Event()
-        x = sleep(x + 1)
-        fork.record()
-        side.wait_event(fork)
-        with torch.cuda.stream(side):
-            a = sleep(x @ y)
-            join.record(side)
-        b = y * y
-        torch.cuda.current_stream().wait_event(join)
-        return a + b
-
-    return fn
+def events_made_inside(side, sleep, /, x, y):
+    fork, join = torch.cuda.Event(), torch.cuda.Event()
+    x = sleep(x + 1)
+    fork.record()
+    side.wait_event(fork)
+    with torch.cuda.stream(side):
+        a = sleep(x @ y)
+        join.record(side)
+    b = y * y
+    torch.cuda.current_stream().wait_event(join)
+    return a + b
 
 
 @program("torch.Event made inside, with and without a device", matrices(2))
@@ -169,19 +132,14 @@ def generic_events_made_inside(k: Kit) -> Any:
 
 
 @program("Event(True) is called with the device in the place of enable_timing")
-def timing_event_by_position(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        ready = torch.cuda.Event(True)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            ready.record()
-        ready.wait()
-        return a + x
-
-    return fn
+def timing_event_by_position(side, sleep, /, x):
+    ready = torch.cuda.Event(True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        ready.record()
+    ready.wait()
+    return a + x
 
 
 # ---- where they are held
@@ -191,19 +149,14 @@ def timing_event_by_position(k: Kit) -> Any:
     "a stream passed as an argument, another one at each call",
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Stream()),
 )
-def stream_as_argument(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x, side):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = _branch(sleep(x))
-        current.wait_stream(side)
-        return a + x
-
-    return fn
+def stream_as_argument(sleep, /, x, side):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = _branch(sleep(x))
+    current.wait_stream(side)
+    return a + x
 
 
 def _sometimes_one_stream(device: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -214,23 +167,18 @@ def _sometimes_one_stream(device: str, generator: torch.Generator) -> tuple[Any,
 
 
 @program("two streams of the caller are one stream, or the current one, at some calls", _sometimes_one_stream)
-def streams_that_are_one(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x, first, second):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        first.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = _branch(sleep(x))
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            b = sleep(a) * 2
-        c = x * 3
-        current.wait_stream(second)
-        return a + b + c
-
-    return fn
+def streams_that_are_one(sleep, /, x, first, second):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    first.wait_stream(current)
+    with torch.cuda.stream(first):
+        a = _branch(sleep(x))
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        b = sleep(a) * 2
+    c = x * 3
+    current.wait_stream(second)
+    return a + b + c
 
 
 def _waits_for_argument(instance, inputs, outputs):
@@ -247,18 +195,13 @@ def _waits_for_argument(instance, inputs, outputs):
     ),
     finish=_waits_for_argument,
 )
-def events_as_arguments(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, ready, done):
-        with torch.cuda.stream(side):
-            ready.wait()
-            a = sleep(x) * 2
-            done.record()
-            x.record_stream(side)
-        return a
-
-    return fn
+def events_as_arguments(side, sleep, /, x, ready, done):
+    with torch.cuda.stream(side):
+        ready.wait()
+        a = sleep(x) * 2
+        done.record()
+        x.record_stream(side)
+    return a
 
 
 class _Branches(torch.nn.Module):
@@ -347,18 +290,13 @@ def _waits_for_returned_stream(instance, inputs, outputs):
 
 
 @program("a stream made inside and returned: the caller joins it", finish=_waits_for_returned_stream)
-def stream_returned(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x):
-        side = torch.cuda.Stream()
-        x = sleep(x + 1)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = _branch(sleep(x))
-        return a, side
-
-    return fn
+def stream_returned(sleep, /, x):
+    side = torch.cuda.Stream()
+    x = sleep(x + 1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = _branch(sleep(x))
+    return a, side
 
 
 def _waits_for_returned_event(instance, inputs, outputs):
@@ -369,18 +307,13 @@ def _waits_for_returned_event(instance, inputs, outputs):
 @program(
     "an event recorded inside and returned: it must be the recorded one (#185594)", finish=_waits_for_returned_event
 )
-def event_returned(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        x = sleep(x + 1)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = _branch(sleep(x))
-            done = side.record_event()
-        return a, done
-
-    return fn
+def event_returned(side, sleep, /, x):
+    x = sleep(x + 1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = _branch(sleep(x))
+        done = side.record_event()
+    return a, done
 
 
 def _waits_for_held_event(instance, inputs, outputs):
@@ -389,39 +322,29 @@ def _waits_for_held_event(instance, inputs, outputs):
 
 
 @program("streams and events inside returned containers", finish=_waits_for_held_event)
-def event_returned_in_container(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        done = torch.cuda.Event()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            done.record()
-        return {"value": a, "done": [done], "side": side}
-
-    return fn
+def event_returned_in_container(side, sleep, /, x):
+    done = torch.cuda.Event()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        done.record()
+    return {"value": a, "done": [done], "side": side}
 
 
 # ---- contexts
 
 
 @program("`with s:` and `with torch.cuda.stream(s):` mean the same")
-def with_stream_object(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        with side:
-            a = sleep(x) * 2
-        with torch.cuda.stream(side):
-            b = _branch(a)
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def with_stream_object(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    with side:
+        a = sleep(x) * 2
+    with torch.cuda.stream(side):
+        b = _branch(a)
+    current.wait_stream(side)
+    return a + b
 
 
 @program("torch.cuda.StreamContext, made inside and made before")
@@ -444,62 +367,47 @@ def stream_context_class(k: Kit) -> Any:
 
 
 @program("stream(None) is an error (#196193); it means: stay where you are")
-def stream_none(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        with torch.cuda.stream(None):
-            x = sleep(x + 1)
-        side.wait_stream(current)
-        with torch.cuda.stream(side), torch.cuda.stream(None):
-            a = sleep(x) * 2
-        current.wait_stream(side)
-        return a + x
-
-    return fn
+def stream_none(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    with torch.cuda.stream(None):
+        x = sleep(x + 1)
+    side.wait_stream(current)
+    with torch.cuda.stream(side), torch.cuda.stream(None):
+        a = sleep(x) * 2
+    current.wait_stream(side)
+    return a + x
 
 
 @program("leaving an inner context returns to the outer stream, not to the default one")
-def nested_contexts(k: Kit) -> Any:
-    outer, inner, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        outer.wait_stream(current)
-        with torch.cuda.stream(outer):
-            a = sleep(x) * 2
-            inner.wait_stream(outer)
-            with torch.cuda.stream(inner):
-                b = sleep(a) + 1
-            c = a * 3
-            outer.wait_stream(inner)
-            d = b + c
-        current.wait_stream(outer)
-        return d + x
-
-    return fn
+def nested_contexts(outer, inner, sleep, /, x):
+    current = torch.cuda.current_stream()
+    outer.wait_stream(current)
+    with torch.cuda.stream(outer):
+        a = sleep(x) * 2
+        inner.wait_stream(outer)
+        with torch.cuda.stream(inner):
+            b = sleep(a) + 1
+        c = a * 3
+        outer.wait_stream(inner)
+        d = b + c
+    current.wait_stream(outer)
+    return d + x
 
 
 @program("entering the stream that is current already makes it a side stream (prime-rl #3458)")
-def reenter_current_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        with torch.cuda.stream(current):
-            x = sleep(x + 1)
-        side.wait_stream(current)
+def reenter_current_stream(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    with torch.cuda.stream(current):
+        x = sleep(x + 1)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
         with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            with torch.cuda.stream(side):
-                b = a + 1
-            with torch.cuda.stream(current):
-                c = x * 5
-        current.wait_stream(side)
-        return a + b + c
-
-    return fn
+            b = a + 1
+        with torch.cuda.stream(current):
+            c = x * 5
+    current.wait_stream(side)
+    return a + b + c
 
 
 @program("a function that is called from two contexts runs on the stream of each")
@@ -528,56 +436,41 @@ def helper_called_on_two_streams(k: Kit) -> Any:
 
 
 @program("current_stream(device), default_stream() and comparisons between them")
-def current_and_default_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream(x.device)
-        default = torch.cuda.default_stream()
-        x = sleep(x + 1)
-        default.wait_stream(current)
-        side.wait_stream(default)
-        with torch.cuda.stream(side):
-            inside = torch.cuda.current_stream()
-            a = sleep(x) * (2 if inside == side else 100)
-        torch.cuda.current_stream("cuda").wait_stream(side)
-        return a + (1 if torch.cuda.current_stream(0) != side else 100)
-
-    return fn
+def current_and_default_stream(side, sleep, /, x):
+    current = torch.cuda.current_stream(x.device)
+    default = torch.cuda.default_stream()
+    x = sleep(x + 1)
+    default.wait_stream(current)
+    side.wait_stream(default)
+    with torch.cuda.stream(side):
+        inside = torch.cuda.current_stream()
+        a = sleep(x) * (2 if inside == side else 100)
+    torch.cuda.current_stream("cuda").wait_stream(side)
+    return a + (1 if torch.cuda.current_stream(0) != side else 100)
 
 
 @program("set_stream is carried out while tracing and then ignored (#109848)")
-def set_stream_back_and_forth(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        torch.cuda.set_stream(side)
-        a = _branch(sleep(x))
-        torch.cuda.set_stream(current)
-        current.wait_stream(side)
-        return a + x
-
-    return fn
+def set_stream_back_and_forth(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    torch.cuda.set_stream(side)
+    a = _branch(sleep(x))
+    torch.cuda.set_stream(current)
+    current.wait_stream(side)
+    return a + x
 
 
 @program("the accelerator's duplicates of current_stream, set_stream and synchronize", host_reads=True)
-def accelerator_functions(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.accelerator.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        torch.accelerator.set_stream(side)
-        a = sleep(x) * 2
-        torch.accelerator.set_stream(current)
-        torch.accelerator.synchronize()
-        return a + x
-
-    return fn
+def accelerator_functions(side, sleep, /, x):
+    current = torch.accelerator.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    torch.accelerator.set_stream(side)
+    a = sleep(x) * 2
+    torch.accelerator.set_stream(current)
+    torch.accelerator.synchronize()
+    return a + x
 
 
 # ---- events and streams as values
@@ -648,19 +541,14 @@ def stream_attributes(k: Kit) -> Any:
 
 
 @program("a stream with a priority, made inside, keeps it")
-def priority_stream_made_inside(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x):
-        side = torch.cuda.Stream(priority=-1)
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-        current.wait_stream(side)
-        return a + x + side.priority
-
-    return fn
+def priority_stream_made_inside(sleep, /, x):
+    side = torch.cuda.Stream(priority=-1)
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+    current.wait_stream(side)
+    return a + x + side.priority
 
 
 @program("a stream of another library, wrapped outside and inside")
@@ -684,21 +572,16 @@ def external_stream(k: Kit) -> Any:
 
 
 @program("the raw handle handed to a custom operator is another number: it crashes there (#173172, #180179)")
-def raw_handle_to_operator(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        x = sleep(x + 1)
-        a = torch.ops.overlay_test.double_on(x, current.cuda_stream)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            b = torch.ops.overlay_test.double_on(sleep(x), torch.cuda.current_stream().cuda_stream)
-            c = torch.ops.overlay_test.double_on(b, side.cuda_stream)
-        current.wait_stream(side)
-        return a + b + c
-
-    return fn
+def raw_handle_to_operator(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    x = sleep(x + 1)
+    a = torch.ops.overlay_test.double_on(x, current.cuda_stream)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        b = torch.ops.overlay_test.double_on(sleep(x), torch.cuda.current_stream().cuda_stream)
+        c = torch.ops.overlay_test.double_on(b, side.cuda_stream)
+    current.wait_stream(side)
+    return a + b + c
 
 
 # ---- graph breaks

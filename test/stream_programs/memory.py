@@ -10,115 +10,90 @@ from stream_programs._program import joins_all, Kit, matrices, program, tensors,
 
 
 @program("memory freed on one stream is reused on another: the diamond (#178549)", matrices(1, low=-1, high=1))
-def diamond(k: Kit) -> Any:
-    left, right, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        h = sleep(x @ x)
-        for side in (left, right):
-            side.wait_stream(current)
-        with torch.cuda.stream(left):
-            a = sleep(h.relu()) @ x
-        with torch.cuda.stream(right):
-            b = sleep(-h) @ x
-        current.wait_stream(left)
-        current.wait_stream(right)
-        return a * 2 + b
-
-    return fn
+def diamond(left, right, sleep, /, x):
+    current = torch.cuda.current_stream()
+    h = sleep(x @ x)
+    for side in (left, right):
+        side.wait_stream(current)
+    with torch.cuda.stream(left):
+        a = sleep(h.relu()) @ x
+    with torch.cuda.stream(right):
+        b = sleep(-h) @ x
+    current.wait_stream(left)
+    current.wait_stream(right)
+    return a * 2 + b
 
 
 @program(
     "a buffer whose last reader is on another stream is written again by its own (S2, #168061)",
     matrices(2, low=-1, high=1),
 )
-def last_reader_on_another_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        h = x @ y
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(h.clone()) + (h @ y)
-        b = y @ x
-        c = b @ y
-        d = c.relu() @ x.sign()
-        current.wait_stream(side)
-        return a + d
-
-    return fn
+def last_reader_on_another_stream(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    h = x @ y
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(h.clone()) + (h @ y)
+    b = y @ x
+    c = b @ y
+    d = c.relu() @ x.sign()
+    current.wait_stream(side)
+    return a + d
 
 
 @program(
     "memory of a side stream, last read on the current one, is taken by the side stream again",
     matrices(1, low=-1, high=1),
 )
-def side_memory_read_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = x @ x
-        current.wait_stream(side)
-        b = (sleep(x) @ a).relu()
-        with torch.cuda.stream(side):
-            c = (x.t() @ x) @ x
-        current.wait_stream(side)
-        side.wait_stream(current)
-        return b, c
-
-    return fn
+def side_memory_read_elsewhere(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = x @ x
+    current.wait_stream(side)
+    b = (sleep(x) @ a).relu()
+    with torch.cuda.stream(side):
+        c = (x.t() @ x) @ x
+    current.wait_stream(side)
+    side.wait_stream(current)
+    return b, c
 
 
 @program(
     "outputs of one kernel, read on another stream, are taken for memory of the current one",
     tensors(whole_numbers(64, 256, low=-50, high=50)),
 )
-def several_outputs_read_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            first, _ = torch.topk(x, 64)
-        current.wait_stream(side)
-        a = (sleep(x[:, :64]) @ first).relu()
-        del first
-        with torch.cuda.stream(side):
-            second, _ = torch.topk(x + 1, 64)
-            third, _ = torch.topk(-x, 64)
-            b = second + third
-        current.wait_stream(side)
-        side.wait_stream(current)
-        return a, b
-
-    return fn
+def several_outputs_read_elsewhere(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        first, _ = torch.topk(x, 64)
+    current.wait_stream(side)
+    a = (sleep(x[:, :64]) @ first).relu()
+    del first
+    with torch.cuda.stream(side):
+        second, _ = torch.topk(x + 1, 64)
+        third, _ = torch.topk(-x, 64)
+        b = second + third
+    current.wait_stream(side)
+    side.wait_stream(current)
+    return a, b
 
 
 @program("outputs of a custom operator are taken for memory of the current stream")
-def operator_output_read_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = torch.ops.overlay_test.double(x)
-        current.wait_stream(side)
-        b = (sleep(x) @ a).relu()
-        del a
-        with torch.cuda.stream(side):
-            c = torch.ops.overlay_test.double(torch.ops.overlay_test.double(x))
-        current.wait_stream(side)
-        side.wait_stream(current)
-        return b, c
-
-    return fn
+def operator_output_read_elsewhere(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = torch.ops.overlay_test.double(x)
+    current.wait_stream(side)
+    b = (sleep(x) @ a).relu()
+    del a
+    with torch.cuda.stream(side):
+        c = torch.ops.overlay_test.double(torch.ops.overlay_test.double(x))
+    current.wait_stream(side)
+    side.wait_stream(current)
+    return b, c
 
 
 @program("results of a nested region, read on another stream", matrices(1, low=-1, high=1))
@@ -148,20 +123,15 @@ def region_output_read_elsewhere(k: Kit) -> Any:
 
 
 @program("memory of the current stream, handed to a user's Triton kernel on another as its target", matrices(2))
-def out_variant_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        target = torch.empty_like(x)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            torch.mul(sleep(x), 3, out=target)
-        b = y * 2
-        current.wait_stream(side)
-        return target @ b
-
-    return fn
+def out_variant_on_side_stream(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    target = torch.empty_like(x)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        torch.mul(sleep(x), 3, out=target)
+    b = y * 2
+    current.wait_stream(side)
+    return target @ b
 
 
 @program("an input written by the frame that nobody reads afterwards, and whose memory is free", matrices(2))
@@ -213,21 +183,16 @@ def outputs_of_two_calls(k: Kit) -> Any:
     matrices(2),
     finish=joins_all,
 )
-def one_joined_one_not(k: Kit) -> Any:
-    joined, loose, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        joined.wait_stream(current)
-        loose.wait_stream(current)
-        with torch.cuda.stream(joined):
-            a = sleep(x) @ y
-        with torch.cuda.stream(loose):
-            b = sleep(sleep(y)) * 3
-        current.wait_stream(joined)
-        return a + 1, b
-
-    return fn
+def one_joined_one_not(joined, loose, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    joined.wait_stream(current)
+    loose.wait_stream(current)
+    with torch.cuda.stream(joined):
+        a = sleep(x) @ y
+    with torch.cuda.stream(loose):
+        b = sleep(sleep(y)) * 3
+    current.wait_stream(joined)
+    return a + 1, b
 
 
 @program(
@@ -235,16 +200,11 @@ def one_joined_one_not(k: Kit) -> Any:
     "which eager never frees",
     matrices(2, low=-1, high=1),
 )
-def updated_in_place_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        total = x @ y
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            total.add_(sleep(y) @ y)
-        current.wait_stream(side)
-        return total @ x
-
-    return fn
+def updated_in_place_on_side_stream(side, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    total = x @ y
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        total.add_(sleep(y) @ y)
+    current.wait_stream(side)
+    return total @ x

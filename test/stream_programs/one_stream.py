@@ -12,7 +12,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
-from stream_programs.training import leaf, take_gradients, training
+from stream_programs.training import training, trains
 
 
 if TYPE_CHECKING:
@@ -226,15 +226,7 @@ def train_rows_of_rows_updated(k: Kit) -> Any:
         t[1][2:4].add_(y[1][2:4])
         return t.relu().sum()
 
-    forward = k.compile(on_side(k.stream(), body))
-
-    def step(x, y):
-        x = leaf(x)
-        loss = forward(x, y)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, on_side(k.stream(), body), weight)
 
 
 @training("a mask that the partitioner moves into the forward, and the pieces of a split that are joined", matrices(1))
@@ -245,12 +237,4 @@ def train_relu_of_pieces(k: Kit) -> Any:
         a, b = (k.sleep(x) @ weight).relu().split(32)
         return (torch.cat([a * 2, b[1:31] + a[1:31]]) * a[0]).sum()
 
-    forward = k.compile(on_side(k.stream(), body))
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, on_side(k.stream(), body), weight)

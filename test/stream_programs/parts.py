@@ -32,9 +32,7 @@ def _forked(k: Kit, count: int) -> tuple[list[Any], Any, Any]:
 
 
 @program(
-    "each write makes a whole new tensor, and the second waits for the first",
-    matrices(3),
-    finish=_reads_first_input,
+    "each write makes a whole new tensor, and the second waits for the first", matrices(3), finish=_reads_first_input
 )
 def rows_of_an_argument(k: Kit) -> Any:
     (one, other), fork, join = _forked(k, 2)
@@ -105,25 +103,16 @@ def elements_in_turns(k: Kit) -> Any:
     return fn
 
 
-@program(
-    "rows that overlap: the second write comes after the first",
-    matrices(3),
-    finish=_reads_first_input,
-)
-def overlapping_rows(k: Kit) -> Any:
-    one, other, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(out, x, w):
-        one.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(one):
-            out[:40] = sleep(x)[:40] + 1
-        other.wait_stream(one)
-        with torch.cuda.stream(other):
-            torch.mm(x[32:], w, out=out[32:])
-        torch.cuda.current_stream().wait_stream(other)
-        return x.new_ones(4)
-
-    return fn
+@program("rows that overlap: the second write comes after the first", matrices(3), finish=_reads_first_input)
+def overlapping_rows(one, other, sleep, /, out, x, w):
+    one.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(one):
+        out[:40] = sleep(x)[:40] + 1
+    other.wait_stream(one)
+    with torch.cuda.stream(other):
+        torch.mm(x[32:], w, out=out[32:])
+    torch.cuda.current_stream().wait_stream(other)
+    return x.new_ones(4)
 
 
 @program(

@@ -7,6 +7,7 @@ after `backward`, as autograd allows.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stream_programs import compute
-from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
+from stream_programs._program import built, Kit, matrices, program, tensors, whole_numbers
 
 
 def take_gradients(*leaves: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -34,8 +35,45 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
 
-def training(hazard: str, inputs: Any = None, **fields: Any) -> Any:
-    return program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
+def trains(k: Kit, forward: Any, *weights: torch.Tensor, leaves: int = 1, updates: bool = False) -> Any:
+    """A step: forward, backward, and the gradients of the first inputs, the leaves, and of weights.
+
+    `updates`: forward updates its last input, which is read ahead of the backward.
+    """
+    forward = k.compile(forward)
+
+    def step(*inputs):
+        inputs = [leaf(x) for x in inputs[:leaves]] + list(inputs[leaves:])
+        loss = forward(*inputs)
+        seen = [inputs[-1].clone()] if updates else []
+        loss.backward()
+        return loss.detach(), *seen, take_gradients(*inputs[:leaves], *weights)
+
+    return step
+
+
+def training(
+    hazard: str, inputs: Any = None, *, weights: int = 0, leaves: int = 1, updates: bool = False, **fields: Any
+) -> Any:
+    """Decorates a build function, or a forward whose first parameters, ahead of the `/`, are `weights`."""
+    register = program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
+
+    def of_forward(forward: Any) -> Any:
+        def build(k: Kit) -> Any:
+            given = trained(k, weights)
+            return trains(k, built(forward, *given)(k), *given, leaves=leaves, updates=updates)
+
+        build.__name__, build.__module__ = forward.__name__, forward.__module__
+        return register(build)
+
+    return of_forward if weights else register
+
+
+def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
+    """Writes to memory that the allocator of the stream has free."""
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            torch.full_like(like, float("nan"))
 
 
 current = torch.cuda.current_stream
@@ -51,58 +89,46 @@ def join(*sides: torch.Stream) -> None:
         current().wait_stream(side)
 
 
-# ---- branches
-
-
-@training("the two branches of a layer, one of them on a side stream")
-def train_two_branches(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep((x @ first).relu()) @ second
-        b = (x @ second).relu() @ first
-        join(side)
-        return (a + b).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
-
-
-@training("the same with private events in the place of wait_stream (#195573)")
-def train_private_events(k: Kit) -> Any:
+def product(k: Kit) -> Any:
+    """A forward with a side stream, and its weight."""
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
-        begin, end = torch.cuda.Event(), torch.cuda.Event()
-        begin.record()
+        fork(side)
         with torch.cuda.stream(side):
-            begin.wait()
             a = sleep(x @ weight).relu()
-            end.record()
-        b = x * 2
-        end.wait()
-        return (a * b).sum()
+        join(side)
+        return (a * x).sum()
 
-    forward = k.compile(forward)
+    return forward, weight
 
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
 
-    return step
+# ---- branches
+
+
+@training("the two branches of a layer, one of them on a side stream", weights=2)
+def train_two_branches(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep((x @ first).relu()) @ second
+    b = (x @ second).relu() @ first
+    join(side)
+    return (a + b).sum()
+
+
+@training("the same with private events in the place of wait_stream (#195573)", weights=1)
+def train_private_events(weight, side, sleep, /, x):
+    begin, end = torch.cuda.Event(), torch.cuda.Event()
+    begin.record()
+    with torch.cuda.stream(side):
+        begin.wait()
+        a = sleep(x @ weight).relu()
+        end.record()
+    b = x * 2
+    end.wait()
+    return (a * b).sum()
 
 
 @training("four experts on four streams, weighted by a router on the caller's", matrices(1, low=-1, high=1))
@@ -110,6 +136,7 @@ def train_experts(k: Kit) -> Any:
     sides, sleep = [k.stream() for _ in range(4)], k.sleep
     router, *weights = trained(k, 1, 64, 4) + trained(k, 8)
 
+    @k.compile
     def forward(x):
         gate = (x @ router).sign()
         fork(*sides)
@@ -120,8 +147,6 @@ def train_experts(k: Kit) -> Any:
                 outputs.append((hidden @ weights[2 * i + 1]) * gate[:, i : i + 1])
         join(*sides)
         return torch.stack(outputs).sum(0)
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -147,38 +172,7 @@ def train_chain_over_streams(k: Kit) -> Any:
         current().wait_stream(two)
         return (x.clamp(-3, 3) @ weights[2]).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
-
-
-@training("nothing on the caller's stream: the whole layer is on a side stream")
-def train_layer_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            loss = (sleep((x @ first).relu()) @ second).sum()
-        join(side)
-        return loss
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, *weights)
 
 
 @training("outputs that the function leaves unjoined: the caller joins them before the loss")
@@ -186,13 +180,12 @@ def train_unjoined_outputs(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         return a, x * 3
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -209,12 +202,11 @@ def train_loss_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             return sleep(x @ weight).relu()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -243,65 +235,36 @@ def train_input_of_three_streams(k: Kit) -> Any:
         join(one, two)
         return (a + b + c).relu().sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
+    return trains(k, forward, *weights)
 
 
-@training("a weight shared by three streams, made on the caller's stream: its gradients are summed where it was made")
-def train_weight_of_three_streams(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        scaled = weight * 2
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = sleep(x) @ scaled
-        with torch.cuda.stream(two):
-            b = (x @ scaled).relu()
-        join(one, two)
-        return (a + b + scaled).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(weight)
-
-    return step
+@training(
+    "a weight shared by three streams, made on the caller's stream: its gradients are summed where it was made",
+    weights=1,
+    leaves=0,
+)
+def train_weight_of_three_streams(weight, one, two, sleep, /, x):
+    scaled = weight * 2
+    fork(one, two)
+    with torch.cuda.stream(one):
+        a = sleep(x) @ scaled
+    with torch.cuda.stream(two):
+        b = (x @ scaled).relu()
+    join(one, two)
+    return (a + b + scaled).sum()
 
 
-@training("cheap operations of a side stream are computed again for consumers on the caller's", tolerance=1e-2)
-def train_recomputed(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first)
-            b = a.sin().cos()
-        join(side)
-        c = b.exp() * 2
-        return (c @ second).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+@training(
+    "cheap operations of a side stream are computed again for consumers on the caller's", tolerance=1e-2, weights=2
+)
+def train_recomputed(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ first)
+        b = a.sin().cos()
+    join(side)
+    c = b.exp() * 2
+    return (c @ second).sum()
 
 
 @training("a value of a side stream is saved once and read under two views: it must not be written over between (S3)")
@@ -309,6 +272,7 @@ def train_saved_views(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -320,8 +284,6 @@ def train_saved_views(k: Kit) -> Any:
             z = h.t().clamp(max=1) @ second
         join(side)
         return (y + z + h).sum(), h[:32] * 2
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -337,6 +299,7 @@ def train_partly_used_outputs(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -344,8 +307,6 @@ def train_partly_used_outputs(k: Kit) -> Any:
         b = x @ second
         join(side)
         return a + 1, b + 1
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -361,17 +322,7 @@ def train_partly_used_outputs(k: Kit) -> Any:
 
 @training("torch.autograd.grad in the place of backward")
 def train_autograd_grad(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
+    forward, weight = product(k)
 
     def step(x):
         x = leaf(x)
@@ -388,6 +339,7 @@ def train_gradient_accumulation(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -395,8 +347,6 @@ def train_gradient_accumulation(k: Kit) -> Any:
         b = x @ second
         join(side)
         return (a - b).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         losses = []
@@ -414,14 +364,13 @@ def train_several_forwards(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ first).relu()
         join(side)
         return (a @ second * x).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -492,14 +441,13 @@ def train_function_of_its_output(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu().clamp(max=1)
         join(side)
         return a + x
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -512,17 +460,7 @@ def train_function_of_its_output(k: Kit) -> Any:
 
 @training("backward twice over a retained graph")
 def train_retain_graph(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
+    forward, weight = product(k)
 
     def step(x):
         x = leaf(x)
@@ -549,15 +487,7 @@ def train_graph_break_in_block(k: Kit) -> Any:
         join(side)
         return (b * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("forward, backward and the reading of gradients in one compiled function", fullgraph=False)
@@ -599,29 +529,13 @@ def _checkpointed(k: Kit, reentrant: bool) -> Any:
 @training("a checkpointed block inside of the compiled function")
 def train_checkpoint(k: Kit) -> Any:
     block, first, second, _ = _checkpointed(k, False)
-    forward = k.compile(lambda x: (checkpoint(block, x, use_reentrant=False) * 2).sum())
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, lambda x: (checkpoint(block, x, use_reentrant=False) * 2).sum(), first, second)
 
 
 @training("the reentrant kind of checkpoint")
 def train_reentrant_checkpoint(k: Kit) -> Any:
     block, first, second, _ = _checkpointed(k, True)
-    forward = k.compile(lambda x: (checkpoint(block, x, use_reentrant=True) * 2).sum())
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, lambda x: (checkpoint(block, x, use_reentrant=True) * 2).sum(), first, second)
 
 
 @training("a compiled block is checkpointed from outside: its forward runs again inside of backward")
@@ -669,15 +583,7 @@ def train_autocast(k: Kit) -> Any:
             join(side)
             return (a + b).float().sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("a gradient scaler, whose check for infinities reads all gradients at once", matrices(1, low=-1, high=1))
@@ -687,14 +593,13 @@ def train_gradient_scaler(k: Kit) -> Any:
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ first).sign() * (x @ first)
         join(side)
         return (a + x @ second).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         optimizer.zero_grad()
@@ -723,27 +628,13 @@ class _Scaled(torch.autograd.Function):
         return gradient @ weight.t(), x.t() @ gradient
 
 
-@training("an autograd.Function on a side stream: its backward computes again what the forward didn't save")
-def train_autograd_function(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = _Scaled.apply(sleep(x), weight)
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+@training("an autograd.Function on a side stream: its backward computes again what the forward didn't save", weights=1)
+def train_autograd_function(weight, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = _Scaled.apply(sleep(x), weight)
+    join(side)
+    return (a * x).sum()
 
 
 if compute.scaled is not None:
@@ -839,72 +730,38 @@ def train_no_grad_branch(k: Kit) -> Any:
         join(side)
         return ((y - target) * (y - target)).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first)
-
-    return step
+    return trains(k, forward, first, leaves=0)
 
 
-@training("a detached value of a side stream is used without a gradient")
-def train_detached(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).clamp(-2, 2)
-        join(side)
-        return (a * (x @ second) + a.detach() * x).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+@training("a detached value of a side stream is used without a gradient", weights=2)
+def train_detached(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ first).clamp(-2, 2)
+    join(side)
+    return (a * (x @ second) + a.detach() * x).sum()
 
 
-@training("views of a side stream's value, and gradients through slices, transposes and copies of them")
-def train_views(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight)
-            upper, lower = a[:32], a[32:].t()
-        join(side)
-        b = upper.clamp(-2, 2) @ weight
-        side.wait_stream(current())
-        with torch.cuda.stream(side):
-            c = lower.reshape(32, 64).relu() + b
-        join(side)
-        return torch.cat([b, c]).sum() + a.as_strided((64,), (65,)).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+@training("views of a side stream's value, and gradients through slices, transposes and copies of them", weights=1)
+def train_views(weight, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ weight)
+        upper, lower = a[:32], a[32:].t()
+    join(side)
+    b = upper.clamp(-2, 2) @ weight
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        c = lower.reshape(32, 64).relu() + b
+    join(side)
+    return torch.cat([b, c]).sum() + a.as_strided((64,), (65,)).sum()
 
 
 @training("dropout on both streams: the backward uses the masks of the forward", random=True)
 def train_dropout(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -912,8 +769,6 @@ def train_dropout(k: Kit) -> Any:
         b = nn.functional.dropout(x, 0.5)
         join(side)
         return a, b
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x.abs() + 1)
@@ -930,14 +785,13 @@ def train_loss_on_host(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum().cpu()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -956,14 +810,13 @@ def train_dynamic_shapes(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu() * x.shape[0]
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         seen = []
@@ -977,29 +830,15 @@ def train_dynamic_shapes(k: Kit) -> Any:
     return step
 
 
-@training("a stream that the function makes")
-def train_stream_made_inside(k: Kit) -> Any:
-    sleep = k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        side = torch.cuda.Stream()
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return (a * b).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+@training("a stream that the function makes", weights=2)
+def train_stream_made_inside(first, second, sleep, /, x):
+    side = torch.cuda.Stream()
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x @ first).relu()
+    b = x @ second
+    join(side)
+    return (a * b).sum()
 
 
 # ---- mutation
@@ -1035,28 +874,20 @@ def train_batch_norm(k: Kit) -> Any:
     return step
 
 
-@training("an input without gradient is mutated on a side stream and joined; the loss reads it", matrices(2))
-def train_mutated_input(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x, cache):
-        fork(side)
-        with torch.cuda.stream(side):
-            y = sleep(x @ weight)
-            cache.add_(y.detach())
-        join(side)
-        return (y * cache).sum()
-
-    forward = k.compile(forward)
-
-    def step(x, cache):
-        loss = forward(x, cache)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(weight)
-
-    return step
+@training(
+    "an input without gradient is mutated on a side stream and joined; the loss reads it",
+    matrices(2),
+    weights=1,
+    leaves=0,
+    updates=True,
+)
+def train_mutated_input(weight, side, sleep, /, x, cache):
+    fork(side)
+    with torch.cuda.stream(side):
+        y = sleep(x @ weight)
+        cache.add_(y.detach())
+    join(side)
+    return (y * cache).sum()
 
 
 @training("a tensor on the autograd graph is mutated on a side stream, as a cache between two layers is", matrices(2))
@@ -1064,6 +895,7 @@ def train_mutated_activation(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x, cache):
         fork(side)
         with torch.cuda.stream(side):
@@ -1071,8 +903,6 @@ def train_mutated_activation(k: Kit) -> Any:
             cache.add_(sleep(x @ weight))
         join(side)
         return (cache * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x, cache):
         x, start = leaf(x), leaf(cache)
@@ -1091,13 +921,12 @@ def train_moving_average(k: Kit) -> Any:
     (weight,) = trained(k, 1)
     average = k.parameter(64, 64)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side), torch.no_grad():
             average.mul_(0.5).add_(sleep(weight))
         return (x @ weight).relu().sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1116,14 +945,13 @@ def train_tensor_hooks(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return a + x
-
-    forward = k.compile(forward)
 
     def step(x):
         seen = []
@@ -1150,6 +978,7 @@ def train_optimizer_in_backward(k: Kit) -> Any:
     for parameter in (first, second):
         parameter.register_post_accumulate_grad_hook(update)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1157,8 +986,6 @@ def train_optimizer_in_backward(k: Kit) -> Any:
         b = x @ second
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1175,6 +1002,7 @@ def train_optimizer(k: Kit) -> Any:
     # So that all sums stay exact: weights and activations are multiples of 1/16 in a loss, and begin each step whole.
     optimizer = torch.optim.SGD([first, second], lr=2.0**-4, momentum=0.5)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1182,8 +1010,6 @@ def train_optimizer(k: Kit) -> Any:
         b = (x @ second).clamp(-4, 4)
         join(side)
         return (a * b).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         with torch.no_grad():
@@ -1207,6 +1033,7 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1214,8 +1041,6 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
         b = x @ second
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1235,11 +1060,11 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
 # ---- memory
 
 
-@training("a gradient in a side stream's memory is freed while the current stream still reads it")
-def train_gradient_memory(k: Kit) -> Any:
+def gradient_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1247,26 +1072,24 @@ def train_gradient_memory(k: Kit) -> Any:
         join(side)
         return (a * x).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
-        forward(x).backward()
+        loss = forward(x)
+        with engine():
+            loss.backward()
         (gradient,) = take_gradients(weight)
         seen = sleep(gradient) * 2
         del gradient
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return seen
 
     return step
 
 
-@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
-def train_saved_memory(k: Kit) -> Any:
+def saved_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1275,17 +1098,24 @@ def train_saved_memory(k: Kit) -> Any:
         b = sleep(x)
         return sleep(a * a * b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         loss = forward(x)
-        loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        with engine():
+            loss.backward()
+        overwrite(side, weight)
         return loss.detach(), take_gradients(weight)
 
     return step
+
+
+@training("a gradient in a side stream's memory is freed while the current stream still reads it")
+def train_gradient_memory(k: Kit) -> Any:
+    return gradient_memory(k)
+
+
+@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
+def train_saved_memory(k: Kit) -> Any:
+    return saved_memory(k)
 
 
 @training("a branch saves one value a layer in its stream's memory, which the backward frees layer by layer")
@@ -1298,6 +1128,7 @@ def train_saved_chain(k: Kit) -> Any:
             x = (sleep(x) @ weight).clamp(-1, 1)
         return x
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1306,15 +1137,11 @@ def train_saved_chain(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         x = leaf(x)
         loss = forward(x)
         loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weights[0], float("nan"))
+        overwrite(side, weights[0])
         return loss.detach(), take_gradients(x, *weights)
 
     return step
@@ -1325,6 +1152,7 @@ def train_memory_between(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1333,15 +1161,11 @@ def train_memory_between(k: Kit) -> Any:
         join(side)
         return (a * b).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         x = leaf(x)
         loss = forward(x)
         for stream in (side, current()):
-            with torch.cuda.stream(stream):
-                for _ in range(4):
-                    torch.full_like(first, float("nan"))
+            overwrite(stream, first)
         loss.backward()
         return loss.detach(), take_gradients(x, first, second)
 
@@ -1353,6 +1177,7 @@ def train_recomputed_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1360,13 +1185,9 @@ def train_recomputed_memory(k: Kit) -> Any:
         join(side)
         return (sleep(weight) * a).sum()
 
-    forward = k.compile(forward)
-
     def step(x):
         loss = forward(x)
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         loss.backward()
         return loss.detach(), take_gradients(weight)
 
@@ -1396,9 +1217,7 @@ def train_saved_update(k: Kit) -> Any:
     def step(x):
         loss = forward(x)
         loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return loss.detach(), take_gradients(weight)
 
     return step
@@ -1411,9 +1230,7 @@ def train_saved_update_without_backward(k: Kit) -> Any:
 
     def step(x):
         loss = forward(x).detach()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return loss
 
     return step
@@ -1423,6 +1240,7 @@ def _gradient_through(k: Kit, side: torch.Stream, launches_nothing: Any) -> Any:
     """A step whose side stream has work in the forward and none in the backward, where the engine orders it."""
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward():
         fork(side)
         with torch.cuda.stream(side):
@@ -1430,14 +1248,10 @@ def _gradient_through(k: Kit, side: torch.Stream, launches_nothing: Any) -> Any:
         join(side)
         return a
 
-    forward = k.compile(forward)
-
     def step(x):
         x = leaf(x)
         (forward() * k.sleep(x)).sum().backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return take_gradients(weight, x)
 
     return step
@@ -1459,14 +1273,13 @@ def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
     (weight,) = trained(k, 1)
     seen = torch.zeros_like(weight, requires_grad=False)
 
+    @k.compile
     def forward(x):
         a = x + 1
         fork(side)
         with torch.cuda.stream(side):
             seen.copy_(sleep(a))
         return (weight * a).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -1485,14 +1298,13 @@ def train_backward_under_other_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return (a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -1510,17 +1322,7 @@ def train_backward_under_other_stream(k: Kit) -> Any:
 
 @training("forward and backward are called by another thread, after one of this thread")
 def train_in_another_thread(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
+    forward, weight = product(k)
 
     def step(x):
         mine, theirs = leaf(x), leaf(x * 2)
@@ -1548,14 +1350,13 @@ def train_event_of_the_caller(k: Kit) -> Any:
     (weight,) = trained(k, 1)
     ready = torch.cuda.Event()
 
+    @k.compile
     def forward(x):
         with torch.cuda.stream(side):
             side.wait_event(ready)
             a = sleep(x).relu().clamp(max=1)
         join(side)
         return (a @ weight * a).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         ready.record()

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 
 from stream_programs._program import Kit, matrices
-from stream_programs.training import fork, join, leaf, take_gradients, trained, training
+from stream_programs.training import (
+    fork,
+    gradient_memory,
+    join,
+    leaf,
+    product,
+    saved_memory,
+    take_gradients,
+    trained,
+    training,
+)
 
 
 def compiled_backward(k: Kit, **options: Any) -> Any:
@@ -23,14 +34,13 @@ def train_compiled_autograd(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ first).relu()
         join(side)
         return (a @ second).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -47,6 +57,7 @@ def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -54,8 +65,6 @@ def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
         b = (x @ second).relu() @ first
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(*batches):
         losses = []
@@ -98,17 +107,7 @@ def train_compiled_autograd_of_two_functions(k: Kit) -> Any:
 
 @training("compiled autograd: one function called three times, so its graph is copied three times", matrices(3))
 def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
+    forward, weight = product(k)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -121,58 +120,12 @@ def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
 
 @training("compiled autograd: a saved value in a side stream's memory, read by the current stream and dropped there")
 def train_compiled_autograd_of_saved_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = x @ weight
-        join(side)
-        b = sleep(x)
-        return sleep(a * a * b).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        with compiled_backward(k):
-            loss.backward()
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return saved_memory(k, functools.partial(compiled_backward, k))
 
 
 @training("compiled autograd: the same with a gradient, which the current stream still reads when it is freed")
 def train_compiled_autograd_of_gradient_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = x @ weight
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        with compiled_backward(k):
-            loss.backward()
-        (gradient,) = take_gradients(weight)
-        seen = sleep(gradient) * 2
-        del gradient
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
-        return seen
-
-    return step
+    return gradient_memory(k, functools.partial(compiled_backward, k))
 
 
 @training("compiled autograd runs on the stream of whoever calls backward, which nobody ordered after the forward's")
@@ -180,14 +133,13 @@ def train_compiled_autograd_under_other_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
         return sleep(a * x).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)
@@ -215,6 +167,7 @@ def train_compiled_autograd_with_hooks(k: Kit) -> Any:
     for parameter in (first, second):
         parameter.register_post_accumulate_grad_hook(update)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -222,8 +175,6 @@ def train_compiled_autograd_with_hooks(k: Kit) -> Any:
         b = x @ second
         join(side)
         return a + b
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)

@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 from stream_programs._program import Kit, matrices, tensors, whole_numbers
-from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training
+from stream_programs.training import (
+    current,
+    fork,
+    join,
+    leaf,
+    overwrite,
+    product,
+    take_gradients,
+    trained,
+    training,
+    trains,
+)
 
 
 # ---- mutation at the user's joins
@@ -30,15 +41,7 @@ def _mutates(k: Kit, joined: Any) -> Any:
         joined(side)
         return y
 
-    forward = k.compile(forward)
-
-    def step(x, cache):
-        loss = forward(x, cache)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, updates=True)
 
 
 @training(
@@ -107,6 +110,7 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     gate_weight, weight = trained(k, 2, 16, 16)
 
+    @k.compile
     def forward(cache, token):
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         cache[:, 5:6].copy_(sleep(token))
@@ -119,8 +123,6 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
         end.wait()
         return (scores * gate).sum()
 
-    forward = k.compile(forward)
-
     def step(cache, token):
         loss = forward(cache, token)
         seen = cache.clone()
@@ -131,212 +133,24 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
 
 
 @training(
-    "the KV cache is updated on the side stream itself, and the layer reads it after a private event (#195573)",
-    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16, low=-1, high=1)),
+    "an input read on one stream and then mutated on another: the backward needs what it was before",
+    matrices(2),
+    weights=1,
+    leaves=0,
+    updates=True,
 )
-def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2, 16, 16)
-
-    def forward(cache, token):
-        written = torch.cuda.Event()
-        fork(side)
-        with torch.cuda.stream(side):
-            cache[:, 3:4].copy_(sleep(token) * 2)
-            written.record()
-        query = (token @ first).clamp(-1, 1)
-        written.wait()
-        return ((cache @ second) * query).sum()
-
-    forward = k.compile(forward)
-
-    def step(cache, token):
-        loss = forward(cache, token)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(first, second)
-
-    return step
-
-
-@training("an input read on one stream and then mutated on another: the backward needs what it was before", matrices(2))
-def train_input_read_then_mutated(k: Kit) -> Any:
-    reader, writer, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x, cache):
-        fork(reader)
-        with torch.cuda.stream(reader):
-            a = (sleep(cache) * 2) * weight
-        writer.wait_stream(reader)
-        with torch.cuda.stream(writer):
-            cache.mul_(3)
-        join(writer)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
-
-    def step(x, cache):
-        loss = forward(x, cache)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(weight)
-
-    return step
-
-
-@training("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
-def train_in_place_operator_and_second_reader(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x, y):
-        hidden = (x @ first).clamp(-2, 2)
-        fork(side)
-        with torch.cuda.stream(side):
-            shared = sleep(hidden) @ second
-        join(side)
-        total = hidden.detach().clone()
-        torch.ops.overlay_test.add_to(total, sleep(y))
-        return (shared + hidden * total).sum()
-
-    forward = k.compile(forward)
-
-    def step(x, y):
-        loss = forward(x, y)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+def train_input_read_then_mutated(weight, reader, writer, sleep, /, x, cache):
+    fork(reader)
+    with torch.cuda.stream(reader):
+        a = (sleep(cache) * 2) * weight
+    writer.wait_stream(reader)
+    with torch.cuda.stream(writer):
+        cache.mul_(3)
+    join(writer)
+    return (a * x).sum()
 
 
 # ---- events and waits
-
-
-@training("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
-def train_two_consumers_of_one_event(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        begin = torch.cuda.Event()
-        y = sleep(x).clamp(-1, 1)
-        begin.record()
-        with torch.cuda.stream(one):
-            begin.wait()
-            a = y @ first
-        with torch.cuda.stream(two):
-            begin.wait()
-            b = sleep(y) @ second
-        join(one, two)
-        return (a * 2 + b.relu()).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
-
-
-@training("wait_stream has only numbers for arguments and is scheduled first (#185546)")
-def train_wait_stream_is_not_first(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        before = sleep(x @ first).clamp(-2, 2)
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(before) @ second
-        independent = x * 3
-        join(side)
-        return (a + before + independent).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
-
-
-@training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)")
-def train_host_waits_inside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = (sleep(x) @ first).clamp(-2, 2)
-        side.synchronize()
-        return (a @ second + x).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
-
-
-@training("the stream is made current by set_stream, which is ignored (#109848)")
-def train_set_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        before = current()
-        fork(side)
-        torch.cuda.set_stream(side)
-        a = sleep(x @ first).relu()
-        torch.cuda.set_stream(before)
-        b = x @ second
-        join(side)
-        return (a + b).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
-
-
-@training("stream(None) is an error (#196193)")
-def train_stream_none(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side), torch.cuda.stream(None):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
 
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
@@ -362,14 +176,7 @@ def train_update_of_an_earlier_result(k: Kit) -> Any:
         join(side, other)
         return (b * c + late).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0)
 
 
 @training("a stream in a local variable becomes a context at a graph break (#187472, #183504)", fullgraph=False)
@@ -388,100 +195,10 @@ def train_stream_across_graph_break(k: Kit) -> Any:
         join(mine)
         return (b * x).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 # ---- memory, fusion and passes
-
-
-@training("a diamond: both arms read one buffer, which the backward writes again too early (#178549)")
-def train_diamond(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    weights = trained(k, 3)
-
-    def forward(x):
-        top = (x @ weights[0]).relu()
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = (sleep(top) @ weights[1]).relu()
-        with torch.cuda.stream(two):
-            b = top @ weights[2]
-        join(one, two)
-        return (a - b).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
-
-
-@training("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
-def train_producer_not_inlined(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x * weight).clamp(-2, 2) * 2 + 1
-        join(side)
-        b = a * 3 - x
-        fork(side)
-        with torch.cuda.stream(side):
-            c = b.clamp(-4, 4) + a
-        join(side)
-        return (c - 1).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
-
-
-@training(
-    "softmax in front of a matmul loses its stream in the pattern replacement (#189095)",
-    tensors(whole_numbers(64, 512), whole_numbers(512, 64)),
-    tolerance=1e-3,
-)
-def train_softmax_then_matmul(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x, y):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = torch.softmax(sleep(x), -1) @ y
-        b = x[:, :64] @ weight
-        join(side)
-        return (a * b).sum() / 256
-
-    forward = k.compile(forward)
-
-    def step(x, y):
-        x, y = leaf(x), leaf(y)
-        loss = forward(x, y)
-        loss.backward()
-        return loss.detach(), take_gradients(x, y, weight)
-
-    return step
 
 
 def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
@@ -493,29 +210,18 @@ def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tens
 @training(
     "a misaligned input is saved and read by several streams in forward and backward (#187224)",
     tensors(_sometimes_misaligned),
+    weights=2,
+    leaves=0,
 )
-def train_misaligned_input(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = sleep(x) @ first
-        with torch.cuda.stream(two):
-            b = sleep(x) * second
-        c = x.sum(0)
-        join(one, two)
-        return (a + b + c).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+def train_misaligned_input(first, second, one, two, sleep, /, x):
+    fork(one, two)
+    with torch.cuda.stream(one):
+        a = sleep(x) @ first
+    with torch.cuda.stream(two):
+        b = sleep(x) * second
+    c = x.sum(0)
+    join(one, two)
+    return (a + b + c).sum()
 
 
 @training(
@@ -526,6 +232,7 @@ def train_misaligned_prefetch(k: Kit) -> Any:
     loader, side, sleep = k.stream(), k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         current = torch.cuda.current_stream()
         current.wait_stream(loader)
@@ -537,8 +244,6 @@ def train_misaligned_prefetch(k: Kit) -> Any:
         b = x * second
         join(side)
         return (a + b).sum()
-
-    forward = k.compile(forward)
 
     def step(source):
         fork(loader)
@@ -558,6 +263,7 @@ def train_misaligned_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -565,8 +271,6 @@ def train_misaligned_gradient(k: Kit) -> Any:
         b = x @ second
         join(side)
         return a + b
-
-    forward = k.compile(forward)
 
     def step(x):
         y = forward(x)
@@ -578,30 +282,19 @@ def train_misaligned_gradient(k: Kit) -> Any:
     return step
 
 
-@training("Tensor.record_stream on a saved value and on an input is an error, or lost (ai-toolkit #1012)")
-def train_record_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        h = (x @ first).relu()
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(h) @ second
-            h.record_stream(side)
-            x.record_stream(side)
-        join(side)
-        a.record_stream(current())
-        return (a * h).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+@training(
+    "Tensor.record_stream on a saved value and on an input is an error, or lost (ai-toolkit #1012)", weights=2, leaves=0
+)
+def train_record_stream(first, second, side, sleep, /, x):
+    h = (x @ first).relu()
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(h) @ second
+        h.record_stream(side)
+        x.record_stream(side)
+    join(side)
+    a.record_stream(current())
+    return (a * h).sum()
 
 
 class _Kept(torch.autograd.Function):
@@ -624,6 +317,7 @@ def train_saved_value_as_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -631,16 +325,12 @@ def train_saved_value_as_gradient(k: Kit) -> Any:
         join(side)
         return loss
 
-    forward = k.compile(forward)
-
     def step(x):
         forward(x).backward()
         (gradient,) = take_gradients(weight)
         seen = sleep(gradient) * 2
         del gradient
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                torch.full_like(weight, float("nan"))
+        overwrite(side, weight)
         return seen
 
     return step
@@ -651,12 +341,11 @@ def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
 
+    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             return _Kept.apply(weight, sleep(x @ x))
-
-    forward = k.compile(forward)
 
     def step(x):
         loss = forward(x)
@@ -668,17 +357,7 @@ def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
 
 @training("the current stream is entered in a hook that packs saved tensors (prime-rl #3458)", fullgraph=False)
 def train_current_stream_in_pack_hook(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
-
-    forward = k.compile(forward)
+    forward, weight = product(k)
 
     def pack(t):
         with torch.cuda.stream(current()):
@@ -714,12 +393,4 @@ def train_on_second_device(k: Kit) -> Any:
             join(side)
             return (a * b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)

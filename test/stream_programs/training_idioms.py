@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from stream_programs._program import Kit, matrices
-from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training
+from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training, trains
 
 
 def _two_branches(k: Kit, weights: list[torch.Tensor]) -> Any:
@@ -96,15 +96,7 @@ def train_hook_inside(k: Kit) -> Any:
         join(side)
         return (a - b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 @training("a hook after accumulation hands the gradient to a stream of its own, as a reducer does")
@@ -169,6 +161,7 @@ def train_compiled_optimizer(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     forward = k.compile(_two_branches(k, [first, second]))
 
+    @k.compile
     def update():
         with torch.no_grad():
             fork(side)
@@ -176,8 +169,6 @@ def train_compiled_optimizer(k: Kit) -> Any:
                 first.sub_(sleep(first.grad) * 2.0**-4)
             second.sub_(second.grad * 2.0**-4)
             join(side)
-
-    update = k.compile(update)
 
     def step(x):
         with torch.no_grad():
@@ -212,15 +203,7 @@ def train_checkpoint_in_stream_context(k: Kit) -> Any:
         join(side)
         return (a * b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 def _saves_products(ctx, operation, *args, **kwargs):
@@ -245,15 +228,7 @@ def train_selective_checkpoint(k: Kit) -> Any:
     def forward(x):
         return (checkpoint(block, x, use_reentrant=False, context_fn=contexts) * 2).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    return trains(k, forward, first, second)
 
 
 # ---- precision
@@ -266,11 +241,10 @@ def train_half_precision(k: Kit) -> Any:
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
 
+    @k.compile
     def forward(x):
         with torch.autocast("cuda", torch.float16):
             return inner(x).float().sum() / 64
-
-    forward = k.compile(forward)
 
     def step(x):
         optimizer.zero_grad()
@@ -305,15 +279,7 @@ def train_gradient_of_gradient(k: Kit) -> Any:
         join(side)
         return (slope * b).sum()
 
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    return trains(k, forward, weight)
 
 
 @training("the same gradient twice, in the order in which autograd.grad is asked for it, with the graph retained")
@@ -340,6 +306,7 @@ def train_two_batches_at_once(k: Kit) -> Any:
     one, two, sleep = k.stream(), k.stream(), k.sleep
     first, second = trained(k, 2)
 
+    @k.compile
     def forward(x, y):
         losses = []
         fork(one, two)
@@ -348,8 +315,6 @@ def train_two_batches_at_once(k: Kit) -> Any:
                 losses.append(((sleep(batch) @ first).relu().clamp(max=2) @ second).sum())
         join(one, two)
         return losses[0] + losses[1]
-
-    forward = k.compile(forward)
 
     def step(*batches):
         losses = []
@@ -445,11 +410,10 @@ def _annotated_step(k: Kit, **settings: Any) -> Any:
             with torch.cuda.nvtx.range("of the backward"), torch.profiler.record_function("too"):
                 return k.sleep(gradient) * 2
 
+    @k.compile
     def forward(x):
         y = Branch(first).run(x)
         return (Scaled.apply(y) + (x @ second)).sum()
-
-    forward = k.compile(forward)
 
     def step(x):
         x = leaf(x)

@@ -17,47 +17,32 @@ from stream_programs._program import joins_all, Kit, program, synchronizes, tens
 
 
 @program("the host reads a pinned copy before its event has happened (#189096)", host_reads=True)
-def event_synchronize_before_host_read(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            host = a.to("cpu", non_blocking=True)
-            arrived = side.record_event()
-        arrived.synchronize()
-        return host + 1
-
-    return fn
+def event_synchronize_before_host_read(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        host = a.to("cpu", non_blocking=True)
+        arrived = side.record_event()
+    arrived.synchronize()
+    return host + 1
 
 
 @program("the host reads a pinned copy before the stream is done (#189096)", host_reads=True)
-def stream_synchronize_before_host_read(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            host = (sleep(x) * 2).to("cpu", non_blocking=True)
-        side.synchronize()
-        return host + 1
-
-    return fn
+def stream_synchronize_before_host_read(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host = (sleep(x) * 2).to("cpu", non_blocking=True)
+    side.synchronize()
+    return host + 1
 
 
 @program("the host reads a pinned copy before the device is done (#189096)", host_reads=True)
-def device_synchronize_before_host_read(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            host = (sleep(x) * 2).to("cpu", non_blocking=True)
-        torch.cuda.synchronize()
-        return host + 1
-
-    return fn
+def device_synchronize_before_host_read(side, sleep, /, x):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host = (sleep(x) * 2).to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    return host + 1
 
 
 @program(
@@ -66,17 +51,12 @@ def device_synchronize_before_host_read(k: Kit) -> Any:
     finish=lambda instance, inputs, outputs: inputs[1].clone(),
     host_reads=True,
 )
-def synchronized_copy_into_input(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, host):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            host.copy_(sleep(x) * 2, non_blocking=True)
-        side.synchronize()
-        return x + 1
-
-    return fn
+def synchronized_copy_into_input(side, sleep, /, x, host):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host.copy_(sleep(x) * 2, non_blocking=True)
+    side.synchronize()
+    return x + 1
 
 
 @program("a query is answered while tracing; it must be the run's answer", host_reads=True)
@@ -127,19 +107,14 @@ def _asks_elapsed_time(instance, inputs, outputs):
     "timing events made in the graph and read outside are other events, never recorded (#185594)",
     finish=_asks_elapsed_time,
 )
-def elapsed_time_outside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            start.record()
-            a = sleep(x) @ x
-            end.record()
-        return a, start, end
-
-    return fn
+def elapsed_time_outside(side, sleep, /, x):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        start.record()
+        a = sleep(x) @ x
+        end.record()
+    return a, start, end
 
 
 @program("a branch on a query breaks the graph, and says why", fullgraph=False, host_reads=True)
@@ -206,17 +181,12 @@ def size_on_side_stream_breaks(k: Kit) -> Any:
 
 
 @program("the host waits again for a copy of an earlier graph, and for all that came after it", host_reads=True)
-def download_behind_an_event_of_an_earlier_graph(k: Kit) -> Any:
-    sleep = k.sleep
-
-    def fn(x):
-        host = x.to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream().record_event()
-        y = sleep(x) * 2
-        done.synchronize()
-        return host + 1, y
-
-    return fn
+def download_behind_an_event_of_an_earlier_graph(sleep, /, x):
+    host = x.to("cpu", non_blocking=True)
+    done = torch.cuda.current_stream().record_event()
+    y = sleep(x) * 2
+    done.synchronize()
+    return host + 1, y
 
 
 # ---- copies
@@ -226,34 +196,24 @@ def download_behind_an_event_of_an_earlier_graph(k: Kit) -> Any:
     "a pinned host tensor copied on a side stream doesn't compile: default_stream unbound",
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
 )
-def pinned_to_device(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, batch):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(batch.to("cuda", non_blocking=True))
-        b = x * 2
-        current.wait_stream(side)
-        return a @ b
-
-    return fn
+def pinned_to_device(side, sleep, /, x, batch):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = sleep(batch.to("cuda", non_blocking=True))
+    b = x * 2
+    current.wait_stream(side)
+    return a @ b
 
 
 @program("a device tensor copied to the host on a side stream: the caller waits", finish=synchronizes, host_reads=True)
-def device_to_pinned(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        a = sleep(x) @ x
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            host = a.to("cpu", non_blocking=True)
-        return host, a + 1
-
-    return fn
+def device_to_pinned(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    a = sleep(x) @ x
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        host = a.to("cpu", non_blocking=True)
+    return host, a + 1
 
 
 @program(
@@ -262,23 +222,18 @@ def device_to_pinned(k: Kit) -> Any:
     finish=lambda instance, inputs, outputs: (synchronizes(instance, inputs, outputs), inputs[1].clone()),
     host_reads=True,
 )
-def copies_both_ways(k: Kit) -> Any:
-    upload, download, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(batch, result):
-        current = torch.cuda.current_stream()
-        upload.wait_stream(current)
-        with torch.cuda.stream(upload):
-            x = sleep(batch.to("cuda", non_blocking=True))
-        current.wait_stream(upload)
-        y = x @ x
-        download.wait_stream(current)
-        with torch.cuda.stream(download):
-            result.copy_(sleep(y), non_blocking=True)
-        current.wait_stream(download)
-        return y + 1
-
-    return fn
+def copies_both_ways(upload, download, sleep, /, batch, result):
+    current = torch.cuda.current_stream()
+    upload.wait_stream(current)
+    with torch.cuda.stream(upload):
+        x = sleep(batch.to("cuda", non_blocking=True))
+    current.wait_stream(upload)
+    y = x @ x
+    download.wait_stream(current)
+    with torch.cuda.stream(download):
+        result.copy_(sleep(y), non_blocking=True)
+    current.wait_stream(download)
+    return y + 1
 
 
 @program(
@@ -286,48 +241,33 @@ def copies_both_ways(k: Kit) -> Any:
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, on="cpu")),
     host_reads=True,
 )
-def cpu_work_between(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, h):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (sleep(x) * 2).cpu()
-        b = (a + h) * 3
-        with torch.cuda.stream(side):
-            c = b.to("cuda") + x
-        current.wait_stream(side)
-        return c, h + 1
-
-    return fn
+def cpu_work_between(side, sleep, /, x, h):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = (sleep(x) * 2).cpu()
+    b = (a + h) * 3
+    with torch.cuda.stream(side):
+        c = b.to("cuda") + x
+    current.wait_stream(side)
+    return c, h + 1
 
 
 @program(
     "a host tensor made inside a stream's block, in a graph without a device buffer: names that don't exist (#194234)",
     tensors(whole_numbers(8, 8, on="cpu")),
 )
-def only_cpu_work_in_stream(k: Kit) -> Any:
-    side = k.stream()
-
-    def fn(h):
-        with torch.cuda.stream(side):
-            a = h * 2
-        torch.cuda.current_stream().wait_stream(side)
-        return a + torch.ones(8, 8)
-
-    return fn
+def only_cpu_work_in_stream(side, /, h):
+    with torch.cuda.stream(side):
+        a = h * 2
+    torch.cuda.current_stream().wait_stream(side)
+    return a + torch.ones(8, 8)
 
 
 @program("a constant returned after wait_stream: names that don't exist (#194234)", tensors())
-def constant_after_wait(k: Kit) -> Any:
-    side = k.stream()
-
-    def fn():
-        torch.cuda.current_stream().wait_stream(side)
-        return 3
-
-    return fn
+def constant_after_wait(side, /):
+    torch.cuda.current_stream().wait_stream(side)
+    return 3
 
 
 # ---- prefetch
@@ -337,21 +277,16 @@ def constant_after_wait(k: Kit) -> Any:
     "a prefetch that doesn't wait for the current stream must not begin to: the copy would no longer overlap",
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
 )
-def prefetch_without_waiting(k: Kit) -> Any:
-    copies, sleep = k.stream(), k.sleep
-
-    def fn(x, batch):
-        current = torch.cuda.current_stream()
-        with torch.cuda.stream(copies):
-            loaded = batch.to("cuda", non_blocking=True)
-            prepared = sleep(loaded) * 2
-        b = x * 3
-        current.wait_stream(copies)
-        loaded.record_stream(current)
-        prepared.record_stream(current)
-        return prepared + b
-
-    return fn
+def prefetch_without_waiting(copies, sleep, /, x, batch):
+    current = torch.cuda.current_stream()
+    with torch.cuda.stream(copies):
+        loaded = batch.to("cuda", non_blocking=True)
+        prepared = sleep(loaded) * 2
+    b = x * 3
+    current.wait_stream(copies)
+    loaded.record_stream(current)
+    prepared.record_stream(current)
+    return prepared + b
 
 
 @program(

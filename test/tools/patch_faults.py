@@ -4,7 +4,6 @@
     python test/tools/patch_faults.py kill_twice    and then before each operation of the recovery
     python test/tools/patch_faults.py errors        a full disk and a read-only one, from each operation on or once
     python test/tools/patch_faults.py races         two runs at once, in all pairings
-    python test/tools/patch_faults.py kill --whole-series --jobs 16     minutes, on the files of the installed torch
 
 An operation is an audit event of Python's that changes something, a lock, a write (before it, and with half of it
 done), or an fsync. Each run is a fork of this process, which has neither torch nor threads. After every fault the tree
@@ -165,20 +164,10 @@ def write_series(folder: Path, patches: dict[str, str]) -> None:
         (folder / name).write_bytes(text.encode())
 
 
-def make_whole(folder: Path) -> None:
-    """The files of the installed torch that the series edits."""
-    read = series.whole_series()
-    for name in {change.path for patch in read for change in patch.changes if not change.is_new}:
-        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(series.installed_root() / name, folder / "tree" / name)
-    apply_patches.whole_series = lambda: read
-
-
 class Faults:
     """A tree in both of its states, and a place to break copies of it."""
 
-    def __init__(self, folder: Path, job: int = 0, jobs: int = 1) -> None:
-        self.job, self.jobs = job, jobs
+    def __init__(self, folder: Path) -> None:
         self.trees = {APPLY: folder / "tree", REVERSE: folder / "applied"}  # by what can be done to them
         self.copy = folder / "copy"
         shutil.copytree(self.trees[APPLY], self.trees[REVERSE], symlinks=True)
@@ -188,8 +177,7 @@ class Faults:
 
     def fresh(self, source: Path) -> Path:
         shutil.rmtree(self.copy, ignore_errors=True)
-        copy = os.link if len(self.pristine) > 20 else shutil.copy2
-        shutil.copytree(source, self.copy, symlinks=True, copy_function=copy)
+        shutil.copytree(source, self.copy, symlinks=True)
         return self.copy
 
     @staticmethod
@@ -226,7 +214,7 @@ class Faults:
 
     def kill(self) -> None:
         for options, tree in self.directions():
-            for position in range(1 + self.job, 100_000, self.jobs):
+            for position in range(1, 100_000):
                 root = self.fresh(tree)
                 result = run(root, *options, fault=kill_at(position))
                 if not result.killed:
@@ -236,7 +224,7 @@ class Faults:
 
     def kill_twice(self) -> None:
         for options, tree in self.directions():
-            for position in range(1 + self.job, 100_000, self.jobs):
+            for position in range(1, 100_000):
                 root = self.fresh(tree)
                 if not run(root, *options, fault=kill_at(position)).killed:
                     break
@@ -346,32 +334,17 @@ def must(condition: bool, message: str) -> None:
         raise SystemExit(message)
 
 
-def run_job(fault: str, whole_series: bool, job: int, jobs: int) -> None:
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # thousands of small trees
-    with tempfile.TemporaryDirectory(dir=memory) as name:
-        (make_whole if whole_series else make_small)(Path(name))
-        faults = Faults(Path(name), job, jobs)
-        getattr(faults, fault)()
-        print(json.dumps(faults.steps), flush=True)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fault", choices=("kill", "kill_twice", "errors", "races"))
-    parser.add_argument("--whole-series", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the kills; each prints a line")
-    options = parser.parse_args(argv)
-    if options.jobs < 1 or (options.jobs > 1 and not options.fault.startswith("kill")):
-        parser.error("--jobs: at least 1, and more for kills only")
-    children = []
-    for job in range(options.jobs):
-        if child := os.fork():
-            children.append(child)
-        else:
-            run_job(options.fault, options.whole_series, job, options.jobs)
-            return 0
-    failed = [child for child in children if os.waitpid(child, 0)[1]]
-    return 1 if failed else 0
+    fault = parser.parse_args(argv).fault
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # thousands of small trees
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        make_small(Path(name))
+        faults = Faults(Path(name))
+        getattr(faults, fault)()
+        print(json.dumps(faults.steps), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import unittest
-import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -104,13 +103,6 @@ class TestApplyPatches(unittest.TestCase):
         self.assertEqual(self.pristine, snapshot(self.root))
         self.assertFalse((self.root / "torch" / "_overlay").exists())
 
-    def test_every_patch_of_the_series_applies_in_turn(self) -> None:
-        contents = apply_patches.read(self.root, self.series)
-        for patch in self.series:
-            with self.subTest(patch.name):
-                before, contents = contents, apply_patches.transform([patch], contents, reverse=False)
-                self.assertEqual(before, apply_patches.transform([patch], contents, reverse=True))
-
     def test_git_applies_the_series_to_the_same_result(self) -> None:
         self.succeeds(self.root)
         ours = snapshot(self.root)
@@ -125,13 +117,6 @@ class TestApplyPatches(unittest.TestCase):
             subprocess.run([*command, str(full / name)], check=True, cwd=self.root, capture_output=True)
         theirs = snapshot(self.root)
         self.assertEqual({name: text for name, (text, _) in ours.items()}, {n: text for n, (text, _) in theirs.items()})
-
-    def test_what_is_applied_is_python(self) -> None:
-        self.succeeds(self.root)
-        for name in [*self.edited, *self.new]:
-            if name.endswith(".py"):
-                with self.subTest(name):
-                    compile((self.root / name).read_text(), name, "exec")
 
     def test_check_changes_nothing(self) -> None:
         self.assertIn("would be applied", self.succeeds("--check", self.root))
@@ -196,30 +181,6 @@ class TestApplyPatches(unittest.TestCase):
 
     def test_a_folder_that_is_no_torch_tree(self) -> None:
         self.assertIn("neither", self.refused(self.root / "torch" / "_inductor"))
-
-    def test_an_error_while_writing_puts_everything_back(self) -> None:
-        replace = os.replace
-        inodes = {name: (self.root / name).stat().st_ino for name in self.edited}
-        for fail_at in (1, 2, 7):
-            calls = 0
-
-            def failing(*args: object) -> None:
-                nonlocal calls
-                calls += 1
-                if calls == fail_at:  # noqa: B023
-                    raise OSError("disk full")
-                replace(*args)  # type: ignore[arg-type]
-
-            with self.subTest(fail_at=fail_at), mock.patch.object(os, "replace", failing):
-                self.assertIn("disk full", self.refused(self.root))
-        self.assertEqual(inodes, {name: (self.root / name).stat().st_ino for name in self.edited})
-
-    def test_an_error_while_staging_leaves_nothing(self) -> None:
-        for function in ("write", "fsync", "open"):
-            with mock.patch.object(os, function, side_effect=OSError("disk full")):
-                self.assertIn("disk full", self.refused(self.root))
-            self.assertEqual([path.name for path in (self.root / "torch").glob(".*")], [])
-        self.assertFalse((self.root / "torch" / "_overlay").exists())
 
     def test_without_hard_links_originals_are_copied(self) -> None:
         with mock.patch.object(os, "link", side_effect=PermissionError("no links")):
@@ -324,12 +285,6 @@ class TestApplyPatches(unittest.TestCase):
         (cache / "module.pyc").write_bytes(b"")
         self.succeeds("--reverse", self.root)
         self.assertEqual(self.pristine, snapshot(self.root))
-
-    def test_it_runs_without_torch_and_without_the_package(self) -> None:
-        script = form.ROOT / "tools" / "apply_patches.py"
-        command = [sys.executable, "-S", "-E", str(script), "--check", str(self.root)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        self.assertEqual(result.returncode, 0, result.stderr)
 
 
 @form.overlay_only
@@ -502,27 +457,6 @@ class TestUnfinishedRuns(unittest.TestCase):
             self.assertEqual(child.wait(60), 0)
         self.assertEqual([path.name for path in (root / "torch").glob(".*")], [])
 
-    def test_a_lock_whose_file_is_gone_is_no_lock(self) -> None:
-        """The run before this one removed it, and another run may hold its successor."""
-        root = self.small()
-        path = root / "torch" / ".apply_patches" / "lock"
-        first = tree_change.take_lock(path.parent)
-        child = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", WAITS, str(form.ROOT / "tools"), str(root)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stderr is not None
-        self.assertIn("waiting for it", child.stderr.readline())
-        path.unlink()
-        second = tree_change.take_lock(path.parent)
-        os.close(first)
-        with self.assertRaises(subprocess.TimeoutExpired):
-            child.wait(2)
-        os.close(second)
-        with child.stderr:
-            self.assertEqual(child.wait(60), 0)
-
     def test_a_file_that_is_gone_since_gets_its_original(self) -> None:
         root = self.small()
         before = patch_faults.snapshot(root)
@@ -642,22 +576,6 @@ class TestSeries(unittest.TestCase):
             self.assertRegex(
                 self.refused(), r"base\.json (cannot be read|has no tag or no files).*fingerprint\.py --write"
             )
-
-    def test_tools_in_an_archive(self) -> None:
-        archive = self.root.parent / "project.zip"
-        with zipfile.ZipFile(archive, "w") as file:
-            for name in ("tools/apply_patches.py", "tools/tree_change.py", "tools/series.py"):
-                file.write(form.ROOT / name, name)
-        command = [sys.executable, "-S", "-c", "import apply_patches, sys; sys.exit(apply_patches.main(sys.argv[1:]))"]
-        result = subprocess.run(
-            [*command, str(self.root)],
-            env={**os.environ, "PYTHONPATH": str(archive / "tools")},
-            capture_output=True,
-            text=True,
-            cwd=self.root,
-        )
-        self.assertEqual(result.returncode, 1)
-        self.assertRegex(result.stderr, r"inside of an archive: unpack it.*\nNothing was changed\.\n$")
 
     def test_utf_8_whatever_the_locale(self) -> None:
         environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}

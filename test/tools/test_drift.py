@@ -85,25 +85,10 @@ class TestSeams(TestCase):
         found = self.report("Scheduler.fuse", scheduler="x = 1\n", planner=OLD)
         self.assertEqual((found.state, found.said), ("moved", "it is in torch/_inductor/planner.py"))
 
-    def test_moved_and_changed(self):
-        found = self.report("Scheduler.fuse", planner=OLD.replace("helper(a)", "helper(a, 1)"))
-        self.assertEqual(found.state, "changed")
-        self.assertIn("it is in torch/_inductor/planner.py, and 1 lines are gone", found.said)
-
     def test_gone(self):
         found = self.report("Scheduler.fuse", scheduler=OLD.replace("fuse", "fused"))
         self.assertEqual(found.state, "gone")
         self.assertIn("torch/_inductor/scheduler.py has no Scheduler.fuse; names like it: Scheduler.fused", found.said)
-
-    def test_gone_with_its_module(self):
-        found = self.report("Scheduler.fuse")
-        self.assertEqual((found.state, found.said), ("gone", "there is no module torch._inductor.scheduler"))
-
-    def test_module_that_became_a_package(self):
-        tree = Files()
-        tree.texts["torch/_inductor/scheduler/__init__.py"] = OLD
-        found = drift.Seams(Files(scheduler=OLD), tree).report(seam("Scheduler.fuse"))
-        self.assertEqual(found.state, "unchanged")
 
     def test_registration_needs_the_module(self):
         compare = drift.Seams(Files(scheduler=OLD), Files(scheduler="anything"))
@@ -136,12 +121,6 @@ class TestPatches(TestCase):
     def test_applies_elsewhere(self):
         found = self.check("more\n" + self.TEXT)
         self.assertEqual((found.verdict, found.said), ("applies with offset", []))
-
-    def test_second_hunk_knows_of_the_first(self):
-        second = ("@@ -20,2 +21,1 @@", " line 19", "-line 20")
-        self.assertEqual(self.check(self.TEXT, change(*self.HUNK, *second)).verdict, "applies")
-        self.assertEqual(self.check("more\n" + self.TEXT, change(*self.HUNK, *second)).verdict, "applies with offset")
-        self.assertNotIn("line 20\n", self.texts["torch/a.py"])
 
     def test_needs_work(self):
         for text, said in (

@@ -20,7 +20,7 @@ if not form.PATCHED:
     from fingerprint import module_file
     from series import installed_root
     from torch_overlay.seam_table import PATCHES, SEAMS
-    from torch_overlay.seams import find_definition, Patch, Seam
+    from torch_overlay.seams import find_definition, Seam
 
 
 @form.overlay_only
@@ -54,10 +54,6 @@ class TestExport(unittest.TestCase):
         self.assertEqual([c for c in first.changes if c.is_new], [*series.modules().changes])
         with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
             export_patches.main(["--full"])  # would be written over the series of the repository
-
-    @form.slow
-    def test_exporting_twice_gives_the_same_bytes(self) -> None:
-        self.assertEqual(self.exported, export_patches.export(installed_root()))
 
     def test_the_series_has_the_order_of_the_table(self) -> None:
         slugs = [f"{patch.slug}.patch" for patch in PATCHES]
@@ -268,9 +264,6 @@ LIMIT = 3
             ("ends with torch_overlay.", "ends with torch_overlay."),
         ):
             self.assertEqual(series.travel(ours), theirs)
-
-    def test_patch_records_have_a_default_status(self) -> None:
-        self.assertEqual(Patch("a", "b", "c").upstream, "not sent yet")
 
 
 class Everything(dict):

@@ -71,11 +71,6 @@ class TestTurns(unittest.TestCase):
         self.assertEqual((found["ms"], found["first ms"], len(found["turns"])), (105.0, [2000.0, 110.0], 2))
         self.assertAlmostEqual(found["noise"], 0.1)
 
-    def test_side_with_one_turn_that_failed(self) -> None:
-        found = titan_results.side_of([titan_results.merged([rank()]), {"error": "out of memory"}])
-        self.assertEqual(found["error"], "out of memory")
-        self.assertNotIn("ms", found)
-
 
 class TestLosses(unittest.TestCase):
     def test_equal(self) -> None:
@@ -103,22 +98,6 @@ class TestLosses(unittest.TestCase):
         sides = {"none": side(rank(), other), "relaunch": side(other, rank())}
         words, problems = titan_results.compare(sides)
         self.assertEqual((words, problems), ({"none": "doesn't repeat", "relaunch": "-"}, []))
-
-    def test_side_without_graphs_that_was_run_once(self) -> None:
-        sides = {"none": side(rank()), "relaunch": side(rank(losses=[1.0, 1.0, 1.0]))}
-        self.assertIn("none, which was run once, and may not repeat itself", titan_results.compare(sides)[1][0])
-
-    def test_nothing_to_compare_with(self) -> None:
-        failed = {"error": "out of memory", "turns": []}
-        for sides, what in (({}, "is missing"), ({"none": failed}, "failed")):
-            sides = {**sides, "relaunch": side(rank())}
-            self.assertEqual(titan_results.compare(sides)[0]["relaunch"], "-")
-            self.assertIn(f"not compared, for the side none {what}", titan_results.table({ROW: sides}, DEPTHS))
-
-    def test_one_turn_is_equal_to_nothing(self) -> None:
-        self.assertEqual(titan_results.compare({"none": side(rank())}), ({"none": "-"}, []))
-        words, _ = titan_results.compare({"none": side(rank()), "relaunch": side(rank())})
-        self.assertEqual(words, {"none": "-", "relaunch": "equal"})
 
 
 class TestTable(unittest.TestCase):
@@ -211,13 +190,6 @@ class TestFigures(unittest.TestCase):
         self.assertEqual(record.row, "70B 4 layers 1 x 4096, 2 of the GPUs, flex")
         self.assertEqual(record.figures["wall time"], {"relaunch / none": [1.0] * gate.FEWEST})
 
-    def test_side_that_failed_has_none(self) -> None:
-        sides = {"none": {"error": "out of memory", "turns": []}, "titan": side(rank())}
-        found = titan_results.figures(sides)
-        self.assertEqual(found["wall time"], {"titan / none": []})
-        self.assertEqual(found["count"]["titan nodes"], [400])
-        self.assertFalse([name for kind in found.values() for name in kind if name.startswith("none")])
-
 
 class TestArguments(unittest.TestCase):
     def rows(self, *arguments: str, gpus: int = 2, install: str | None = None) -> tuple[list[Row], list[str]]:
@@ -304,17 +276,6 @@ class TestProcessGroup(unittest.TestCase):
             """)["ms"],
             110.0,
         )
-
-    def test_answer_has_its_name_once_it_is_whole(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            with (
-                mock.patch.object(Path, "replace", side_effect=KeyboardInterrupt),
-                self.assertRaises(KeyboardInterrupt),
-            ):
-                titan_process.keep(folder, "0", rank())
-            self.assertEqual(list(Path(folder).glob("rank*.json")), [])
-            titan_process.keep(folder, "0", rank())
-            self.assertEqual(json.loads(Path(folder, "rank0.json").read_text()), rank())
 
     def test_error_of_a_rank(self) -> None:
         program = """pathlib.Path(sys.argv[1], "rank1.json").write_text('{"error": "out of memory", "at": 1}')"""

@@ -102,8 +102,7 @@ class TestTorchtitan(unittest.TestCase):
             depth = {"debug": 6, "8B": 32, "70B": 80, "qwen3-moe": 8, "deepseek-v3": 6}[width]
             few = titan_config.WIDTHS[width][2]
             self.assertEqual(
-                json.loads(line[: line.index("]") + 1]),
-                [width, depth, few, 2, 2, False, True, "SelectiveAC.Config"],
+                json.loads(line[: line.index("]") + 1]), [width, depth, few, 2, 2, False, True, "SelectiveAC.Config"]
             )
             self.assertIn("ScaledDotProductAttention", line)
 

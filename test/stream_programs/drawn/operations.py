@@ -186,11 +186,7 @@ CLAMPS = {
 }
 
 # Who writes first, and wholly, what `empty_like` has allocated.
-FILLS = (
-    "scaled_into({a}, {b}.contiguous(), 2)",
-    "{a}.copy_({b} * 2)",
-    "torch.mul({b}, 2, out={a})",
-)
+FILLS = ("scaled_into({a}, {b}.contiguous(), 2)", "{a}.copy_({b} * 2)", "torch.mul({b}, 2, out={a})")
 
 
 @dataclass(frozen=True)
