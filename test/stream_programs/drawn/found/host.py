@@ -666,3 +666,58 @@ def work_behind_a_copy_that_blocks_the_host(k):
         return v1, v2
 
     return calls(k, fn, [buffer])
+
+
+@found("out")
+def constant_that_blocks_the_host_in_memory_which_an_earlier_frame_uploads(k):
+    s1 = k.stream()
+    buffer = k.parameter(32, 32)
+
+    def fn(out):
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(s1):
+            s1.wait_stream(current)
+            buffer.copy_(out, non_blocking=True)
+            torch._dynamo.graph_break()
+            v1 = torch.ones(32, 32, device="cuda")
+            out.copy_(v1)
+        current.wait_stream(s1)
+        return v1
+
+    return calls(k, fn, [buffer])
+
+
+@found("out")
+def constant_that_is_copied_to_host_memory_which_an_earlier_frame_uploads(k):
+    s1 = k.stream()
+    buffer = k.parameter(32, 32)
+
+    def fn(out):
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(s1):
+            s1.wait_stream(current)
+            buffer.copy_(out, non_blocking=True)
+            torch._dynamo.graph_break()
+            v1 = torch.ones(32, 32, device="cuda")
+            out.copy_(v1, non_blocking=True)
+        current.wait_stream(s1)
+        return v1
+
+    return calls(k, fn, [buffer])
+
+
+@found("z pinned")
+def update_by_a_call_of_memory_that_a_side_stream_allocated_between_partitions(k):
+    s1 = k.stream()
+
+    def fn(z, pinned):
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(s1):
+            s1.wait_stream(current)
+            v1 = pinned.to("cuda", non_blocking=True)
+        current.wait_stream(s1)
+        v2 = torch.view_as_complex(v1.view(32, 16, 2))
+        v3 = v2.index_put((torch.arange(2, device="cuda"),), z[0, :16])
+        return (v3,)
+
+    return calls(k, fn)

@@ -306,3 +306,57 @@ def view_that_is_an_operator_call_launches_nothing(k):
         return v3, v4
 
     return calls(k, fn)
+
+
+@found("state z")
+def imaginary_parts_of_an_input_of_which_the_real_ones_are_updated(k):
+    s1 = k.stream()
+
+    def fn(state, z):
+        current = torch.cuda.current_stream()
+        current.wait_stream(s1)
+        z.real.add_(state)
+        v1 = z.imag
+        v2 = state * 2
+        with torch.cuda.stream(s1):
+            v3 = torch.ones(32, 32, device="cuda")
+        current.wait_stream(s1)
+        return v1, v2, v3
+
+    return calls(k, fn, [], loads=(s1, [0, 1]))
+
+
+@found("state z")
+def imaginary_parts_of_an_input_of_which_the_real_ones_get_zeros_added(k):
+    s1 = k.stream()
+
+    def fn(state, z):
+        current = torch.cuda.current_stream()
+        current.wait_stream(s1)
+        z.real.add_(torch.zeros_like(state))
+        v1 = z.imag
+        v2 = state * 2
+        with torch.cuda.stream(s1):
+            v3 = torch.ones(32, 32, device="cuda")
+        current.wait_stream(s1)
+        return v1, v2, v3
+
+    return calls(k, fn, [], loads=(s1, [0, 1]))
+
+
+@found("x state")
+def row_of_an_input_of_which_another_is_updated_in_another_shape(k):
+    s1 = k.stream()
+
+    def fn(x, state):
+        current = torch.cuda.current_stream()
+        current.wait_stream(s1)
+        x.view(16, 64)[1].add_(state.view(16, 64)[2])
+        v1 = x[8]
+        v2 = state * 2
+        with torch.cuda.stream(s1):
+            v3 = torch.ones(32, 32, device="cuda")
+        current.wait_stream(s1)
+        return v1, v2, v3
+
+    return calls(k, fn, [], loads=(s1, [0, 1]))

@@ -599,3 +599,43 @@ def work_behind_a_host_synchronisation(k):
         return v1, v2, v3
 
     return trains(k, fn, 0, [], [buffer])
+
+
+@found("x")
+def results_of_unbind_that_are_views_of_a_misaligned_leaf(k):
+    s1 = k.stream()
+    buffer = k.parameter(32, 32)
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        current.wait_stream(s1)
+        buffer.add_(x.detach())
+        buffer.clamp_(-2, 2)
+        v1 = x.unbind(0)[1:4]
+        with torch.cuda.stream(s1):
+            v2 = torch.ones(32, 32, device="cuda")
+        current.wait_stream(s1)
+        return v1, v2
+
+    return trains(k, fn, 0, [], [buffer], loads=(s1, [0]))
+
+
+@found("x")
+def view_of_a_misaligned_leaf_that_is_returned_and_another_that_is_saved(k):
+    s1 = k.stream()
+    w0 = weight(k, True)
+    buffer = k.parameter(32, 32)
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        current.wait_stream(s1)
+        buffer.add_(x.detach())
+        buffer.clamp_(-2, 2)
+        v3 = x.t() @ w0
+        v1 = x.unbind(0)[1:4]
+        with torch.cuda.stream(s1):
+            v2 = torch.ones(32, 32, device="cuda")
+        current.wait_stream(s1)
+        return v1, v2, v3
+
+    return trains(k, fn, 0, [w0], [buffer], loads=(s1, [0]))
