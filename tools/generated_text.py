@@ -63,10 +63,10 @@ def compiled(run: Callable[[], Any]) -> str:
     """The code that `run` has Inductor generate, and the plans that it makes; or the error with which it ends."""
     from torch._inductor.graph import GraphLowering
 
-    from torch_overlay._inductor.streams import plan_log  # pyrefly: ignore[missing-module-attribute]
+    from torch_overlay._inductor.streams import planned_region  # pyrefly: ignore[missing-module-attribute]
 
     texts: list[str] = []
-    unsubscribe = plan_log.subscribe(lambda plan: texts.append(describe_plan(plan)))
+    unsubscribe = planned_region.subscribe_to_plans(lambda plan: texts.append(describe_plan(plan)))
     try:
         with mock.patch.object(GraphLowering, "save_output_code", texts.append):
             run()

@@ -198,7 +198,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-partition-concat
     Seam(
         target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",
-        impl="torch_overlay.upstream_fixes.partition_concat_hook:get_graph_partition_signature",
+        impl="torch_overlay.upstream_fixes.partition_concat:get_graph_partition_signature",
         kind="wrap",
         patch="inductor-partition-concat",
         fingerprint="fa352ca23af9e8e8",
@@ -254,7 +254,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-no-op-results
     Seam(
         target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results_hook:remove_no_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results:remove_no_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="59916cf93109b19b",
@@ -263,7 +263,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results_hook:remove_noop_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results:remove_noop_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="4015e0b85a9bc1a0",
@@ -385,7 +385,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:assign_backward_streams",
-        impl="torch_overlay._functorch.streams.backward_hooks:assign_backward_streams",
+        impl="torch_overlay._functorch.streams.placement_hooks:assign_backward_streams",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="cc06e8512db5b9bf",
@@ -395,7 +395,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:_partition_joint_graph_into_fw_bw",
-        impl="torch_overlay._functorch.streams.backward_hooks:partition",
+        impl="torch_overlay._functorch.streams.placement_hooks:partition",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="00558b6463098185",
@@ -422,7 +422,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:collect_bw_donated_buffer_idxs",
-        impl="torch_overlay._functorch.streams.backward_hooks:donated_buffers",
+        impl="torch_overlay._functorch.streams.placement_hooks:donated_buffers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e2b478aa8a43ed48",
@@ -431,7 +431,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch.compile_utils:fx_graph_cse",
-        impl="torch_overlay._functorch.streams.backward_hooks:common_subexpressions",
+        impl="torch_overlay._functorch.streams.placement_hooks:common_subexpressions",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3eefabf196b0dd91",
@@ -496,7 +496,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.fx.passes.graph_transform_observer:GraphTransformObserver.__init__",
-        impl="torch_overlay._inductor.streams.pass_hooks:observer_init",
+        impl="torch_overlay._inductor.streams.fx_passes:observer_init",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="c02a0cfca490771d",
@@ -513,7 +513,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.pattern_matcher:_common_custom_context",
-        impl="torch_overlay._inductor.streams.pass_hooks:common_custom_context",
+        impl="torch_overlay._inductor.streams.fx_passes:common_custom_context",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f4fb7e2be4df2ae7",
@@ -523,7 +523,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.graph:GraphLowering.__init__",
-        impl="torch_overlay._inductor.streams.lowering_hooks:graph_lowering_init",
+        impl="torch_overlay._inductor.streams.lowering:graph_lowering_init",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="eb4035d01b2f48ec",
@@ -543,7 +543,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops_core",
-        impl="torch_overlay._inductor.streams.pass_hooks:reinplace_inplaceable_ops_core",
+        impl="torch_overlay._inductor.streams.fx_passes:reinplace_inplaceable_ops_core",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="548d9ece0735accc",
@@ -552,7 +552,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:scatter_always_uses_mutation",
-        impl="torch_overlay._inductor.streams.pass_hooks:scatter_always_uses_mutation",
+        impl="torch_overlay._inductor.streams.fx_passes:scatter_always_uses_mutation",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="53ab4e22d2896777",
@@ -666,7 +666,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.autograd.function:BackwardCFunction._compiled_autograd_key",
-        impl="torch_overlay._dynamo.compiled_backward_hooks:autograd_key",
+        impl="torch_overlay._dynamo.compiled_backward:autograd_key",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8a2fab0847241879",
@@ -675,7 +675,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.compiled_autograd:AutogradCompilerInstance.__init__",
-        impl="torch_overlay._dynamo.compiled_backward_hooks:compiler_init",
+        impl="torch_overlay._dynamo.compiled_backward:compiler_init",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8c39f0cc67f4c887",
@@ -698,7 +698,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.utils:GmWrapper.forward",
-        impl="torch_overlay._dynamo.compiled_backward_hooks:run_wrapped_graph",
+        impl="torch_overlay._dynamo.compiled_backward:run_wrapped_graph",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="fcdc1eab30693cec",
@@ -851,7 +851,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.create",
-        impl="torch_overlay._dynamo.range_hooks:create",
+        impl="torch_overlay._dynamo.ranges:create_range",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="9334946b703e666a",
@@ -883,7 +883,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.symbolic_convert:InstructionTranslatorBase._maybe_emit_sync_dealloc",
-        impl="torch_overlay._dynamo.checks:maybe_emit_sync_dealloc",
+        impl="torch_overlay._dynamo.object_hooks:maybe_emit_sync_dealloc",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="5ec7077bdee6794b",
@@ -959,7 +959,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.cuda.memory:memory_stats_as_nested_dict",
-        impl="torch_overlay._inductor.relaunch.pool_stats_hooks:memory_stats",
+        impl="torch_overlay._inductor.relaunch.hooks:memory_stats",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="22faec6b2d444326",
@@ -968,7 +968,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.async_compile:AsyncCompile.wait",
-        impl="torch_overlay._inductor.relaunch.prepare_hooks:wait",
+        impl="torch_overlay._inductor.relaunch.hooks:wait_for_kernels",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="6c00a87786a87412",

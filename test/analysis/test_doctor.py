@@ -22,9 +22,9 @@ import torch
 
 import form
 import torch_overlay
-from torch_overlay._cli import check, doctor, explain, timeline, trials
+from torch_overlay._cli import check, doctor, explain, timeline
 from torch_overlay._inductor.relaunch import coverage
-from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial, waits, Work
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager as waits, Finding, Trial, Work
 from torch_overlay.analysis.doctor.diagnose import _Job, guards_us, logged
 from torch_overlay.analysis.doctor.diagnosis import VARY
 from torch_overlay.analysis.doctor.eager import Eager
@@ -636,10 +636,10 @@ class TestResults(unittest.TestCase):
         differs, equal = (Trial("", "", ONE_WAIT, ONE_WAIT, results=results) for results in ("DIFFER", "equal"))
         for again, said in ((differs, VARY), (equal, "DIFFER")):
             with (
-                mock.patch.object(trials, "_tried", side_effect=[differs, again]),
+                mock.patch.object(doctor, "_tried", side_effect=[differs, again]),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
-                (trial,) = trials.tried(Diagnosis("t", "gpu", False, 0.5, None, None, ()), "", [], True, "f")
+                (trial,) = doctor.tried(Diagnosis("t", "gpu", False, 0.5, None, None, ()), "", [], True, "f")
             self.assertEqual(trial.results, said)
 
 
@@ -661,12 +661,12 @@ class TestWaits(unittest.TestCase):
     def test_mode_says_nothing(self) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            with waits.noted():
+            with waits.noted_waits():
                 pass
         self.assertEqual(said, [])
 
     def test_waits_of_captures_and_before_compiled_code_are_not_the_programs(self) -> None:
-        with waits.noted() as noted:
+        with waits.noted_waits() as noted:
             self.wait()
             with mock.patch.object(coverage, "live", {object()}):
                 self.wait()

@@ -10,8 +10,7 @@ from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay.analysis import check
-from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
-from torch_overlay.analysis.race_check.kernel_ranges import Elements, KernelRanges
+from torch_overlay.analysis.race_check.kernel_ranges import Elements, HostKernelRanges, KernelRanges
 from torch_overlay.testing import simulated_gpu
 
 

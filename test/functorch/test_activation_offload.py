@@ -44,8 +44,8 @@ from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, 
 from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
 from torch_overlay._functorch.offload.plan import _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
-from torch_overlay._inductor.relaunch import attachments, refusals, runner
-from torch_overlay._inductor.relaunch.launch import blocks, memcpy_nodes
+from torch_overlay._inductor.relaunch import attachments, causes, runner
+from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
 from torch_overlay._inductor.streams.plan import Buffer, Op
 from torch_overlay._inductor.streams.planner import plan_streams
@@ -1234,11 +1234,11 @@ class TestGraphs(TestCase):
         import struct
 
         node = CopyNode(0, 7, 0x7000_0000_0000, 0x7100_0000_0000, 64, 1, 1, 64, 1, 64, 1, dst_on_host=True)
-        _, _, _, _, block, _ = blocks._block(node, 0)
+        _, _, _, _, block, _ = executable._block(node, 0)
         words = struct.unpack("<25Q", block)
-        self.assertEqual(words[:11], (0, 0, 0, 0, blocks.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
-        self.assertEqual(words[11:22], (0, 0, 0, 0, blocks.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
-        self.assertEqual(words.index(0x7100_0000_0000) * 8, blocks.SOURCE_OF_COPY)
+        self.assertEqual(words[:11], (0, 0, 0, 0, executable.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
+        self.assertEqual(words[11:22], (0, 0, 0, 0, executable.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
+        self.assertEqual(words.index(0x7100_0000_0000) * 8, executable.MEMCPY_SOURCE)
 
     def test_driver_that_will_not_patch_a_copy_is_found_out_at_the_first_launch(self) -> None:
         copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)
@@ -1311,7 +1311,7 @@ class TestGpu(TestCase):
     @parametrize("frames", [1, 2])
     def test_losses_and_gradients_are_equal_and_the_peak_is_lower(self, mode: str, frames: int) -> None:
         wanted = None if mode == "default" else mode
-        before = set(refusals.refusals())
+        before = set(causes.refusals())
         expected, plain, _ = self.step(None, wanted, frames=frames)
         found, lower, reports = self.step({"budget_gb": 0.35}, wanted, frames=frames)
         self.assertEqual(found, expected, rtol=0, atol=0)
@@ -1319,13 +1319,13 @@ class TestGpu(TestCase):
         if frames == 1:
             self.assertLess(lower, plain - reports[0].choice.nbytes // 2)
         self.assertEqual(offload_runtime.live()["in_use"], 0)
-        self.assertEqual(set(refusals.refusals()) - before, set())
+        self.assertEqual(set(causes.refusals()) - before, set())
 
     def test_copies_that_the_driver_will_not_point_elsewhere(self) -> None:
         """As if the graph's copies had been left at the addresses of the capture: each graph is made anew."""
         before = counters["torch_overlay"]["cudagraph_rebuilds"]
         expected, _, _ = self.step(None, "reduce-overhead")
-        with mock.patch.object(memcpy_nodes, "settle", lambda *args: None):
+        with mock.patch.object(executable, "settle", lambda *args: None):
             found, _, _ = self.step({"budget_gb": 0.35}, "reduce-overhead")
         self.assertEqual(found, expected, rtol=0, atol=0)
         self.assertGreater(counters["torch_overlay"]["cudagraph_rebuilds"], before)

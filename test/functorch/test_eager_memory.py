@@ -16,9 +16,9 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream, record_inputs, result_memory
 from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import place_on
+from torch_overlay._functorch.streams.memory import foreign_reads, memory_stream, record_inputs, result_memory
 from torch_overlay.analysis import check
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -311,7 +311,7 @@ class TestBoundary(TestCase):
         note_fact(nodes["c"], memory=1)
         graph.output((nodes["x"],))
         backward = torch.fx.GraphModule({}, graph)
-        from torch_overlay._functorch.streams.backward_hooks import donated_buffers
+        from torch_overlay._functorch.streams.placement_hooks import donated_buffers
 
         donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from torch_overlay._functorch.streams.view_sources import sources
+from torch_overlay._functorch.streams.memory import writers_of_elements
 
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ class TestSources(TestCase):
     @settings(max_examples=400, deadline=None)
     def test_none_is_missing(self, drawn):
         values, node = drawn
-        self.assertLessEqual(values.labels(node), sources(node))
+        self.assertLessEqual(values.labels(node), writers_of_elements(node))
 
     def test_what_an_update_left_alone(self):
         values = Values()
@@ -97,10 +97,10 @@ class TestSources(TestCase):
         new = values.apply(aten.slice_scatter.default, base, update, 1, 0, sys.maxsize, 2)
         for index in range(8):
             column = values.apply(aten.slice.Tensor, new, 1, index, index + 1)
-            self.assertEqual(sources(column), {base if index % 2 else update})
+            self.assertEqual(writers_of_elements(column), {base if index % 2 else update})
             row = values.apply(aten.select.int, values.apply(aten.t.default, new), 0, index)
-            self.assertEqual(sources(row), {base if index % 2 else update})
-        self.assertEqual(sources(new), {base, update})
+            self.assertEqual(writers_of_elements(row), {base if index % 2 else update})
+        self.assertEqual(writers_of_elements(new), {base, update})
 
     def test_update_of_a_view_of_a_view(self):
         """v[1:][:, ::2].add_(...)"""
@@ -112,7 +112,7 @@ class TestSources(TestCase):
         first = values.apply(aten.select.int, new, 0, 0)
         odd = values.apply(aten.slice.Tensor, new, 1, 5, 6)
         even = values.apply(aten.slice.Tensor, values.apply(aten.slice.Tensor, new, 0, 3, 5), 1, 4, 5)
-        self.assertEqual([sources(v) for v in (first, odd, even)], [{base}, {base}, {update}])
+        self.assertEqual([writers_of_elements(v) for v in (first, odd, even)], [{base}, {base}, {update}])
 
     def test_halves_of_a_split_dimension(self):
         """v[3:9].add_(...); v.unflatten(0, (2, 16))[1]"""
@@ -121,9 +121,11 @@ class TestSources(TestCase):
         new = values.apply(aten.slice_scatter.default, base, update, 0, 3, 9)
         split = values.apply(aten.view.default, new, [2, 16, 32])
         halves = [values.apply(aten.select.int, split, 0, i) for i in range(2)]
-        self.assertEqual([sources(half) for half in halves], [{base, update}, {base}])
+        self.assertEqual([writers_of_elements(half) for half in halves], [{base, update}, {base}])
         column = values.apply(aten.select.int, split, 1, 9)
-        self.assertEqual(sources(column), {base, update})  # more than there is: its rows are not in one distance
+        self.assertEqual(
+            writers_of_elements(column), {base, update}
+        )  # more than there is: its rows are not in one distance
 
     def test_rows_that_meet_nowhere(self):
         values = Values()
@@ -131,7 +133,7 @@ class TestSources(TestCase):
         new = values.apply(aten.slice_scatter.default, base, update, 0, 1, 30, 6)
         for start in range(6):
             part = values.apply(aten.slice.Tensor, new, 0, start, 30, 9)
-            self.assertEqual(sources(part), values.labels(part))
+            self.assertEqual(writers_of_elements(part), values.labels(part))
 
     def test_unknown_sizes_take_all(self):
         values = Values()
@@ -139,6 +141,6 @@ class TestSources(TestCase):
         new = values.apply(aten.slice_scatter.default, base, update, 1, 0, sys.maxsize, 2)
         column = values.apply(aten.slice.Tensor, new, 1, 5, 6)
         del column.meta["val"]
-        self.assertEqual(sources(column), {column})
+        self.assertEqual(writers_of_elements(column), {column})
         flat = values.apply(aten.view.default, new, [64])
-        self.assertEqual(sources(values.apply(aten.slice.Tensor, flat, 0, 1, 2)), {base, update})
+        self.assertEqual(writers_of_elements(values.apply(aten.slice.Tensor, flat, 0, 1, 2)), {base, update})

@@ -72,7 +72,7 @@ def program(steps: list[tuple[str, int, str, int, int]], returned: list[int]) ->
 
 def split_lists(graph: torch.fx.Graph) -> None:
     """As `place_streams` does, which asks for the devices."""
-    from torch_overlay._functorch.streams import blocking_copies
+    from torch_overlay._functorch.streams import program as blocking_copies
 
     device = torch.device("cuda")
     for node in graph.find_nodes(op="call_function", target=aten._foreach_copy.default):

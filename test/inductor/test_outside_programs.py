@@ -16,7 +16,7 @@ import form
 from outside_programs import by_name, PROGRAMS, run
 from outside_programs._program import causes_of
 from torch_overlay._dynamo import registry
-from torch_overlay._inductor.relaunch import coverage, refusals
+from torch_overlay._inductor.relaunch import causes as refusals, coverage
 from torch_overlay.testing import observe, simulated_gpu
 
 

@@ -17,7 +17,7 @@ import prefetch_loop
 from stand_ins.relaunch_case import ADD, GpuTestCase, Native, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay.analysis import check
 from torch_overlay.testing import compile_only, simulated_gpu
 

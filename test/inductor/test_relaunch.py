@@ -27,13 +27,13 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
 from stand_ins.relaunch_device import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals, runner, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, live, runner, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
-from torch_overlay._inductor.relaunch.compiled_code import Code
-from torch_overlay._inductor.relaunch.exact import exact
-from torch_overlay._inductor.relaunch.first_runs import FirstRuns
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes
+from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.keys import bit_key
+from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.runner import FirstRuns
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -300,7 +300,7 @@ def region(args):
                 x = torch.randn(n)
                 self.assertEqual(run([x, n])[0], x * n)
         self.assertEqual(self.counted("captures"), 4)
-        self.assertIn("cudagraph_templates", refusals.refusals()[0])
+        self.assertIn("cudagraph_templates", causes.refusals()[0])
 
     def test_number_in_host_memory_is_a_part_of_the_key(self):
         run = self.runner("""
@@ -333,8 +333,8 @@ def region(args):
             want = x * (1 / value if value else math.copysign(math.inf, value))
             got, same = run([x, place(value)])
             self.assertTrue(torch.equal(got.view(torch.int64), want.view(torch.int64)), value)
-            self.assertEqual(exact(float(same)), exact(value))
-        self.assertEqual(refusals.refusals(), [])
+            self.assertEqual(bit_key(float(same)), bit_key(value))
+        self.assertEqual(causes.refusals(), [])
         self.assertEqual((self.counted("captures"), len(run.states)), (captures, captures))
         self.assertEqual(self.counted("relaunches"), 3 * len(values) - captures)
 
@@ -368,8 +368,8 @@ def region(args):
 
     def test_complex_numbers_differ_in_each_part(self):
         values = [complex(a, b) for a in (0.0, -0.0) for b in (0.0, -0.0, math.nan)]
-        self.assertEqual(len({exact(value) for value in values}), 6)
-        self.assertEqual(exact(complex(0.0, math.nan)), exact(complex(0.0, float("nan"))))
+        self.assertEqual(len({bit_key(value) for value in values}), 6)
+        self.assertEqual(bit_key(complex(0.0, math.nan)), bit_key(complex(0.0, float("nan"))))
 
     def test_tensor_in_host_memory_differs_by_type_and_bits(self):
         made = [torch.tensor(v, dtype=t) for t in (torch.float32, torch.bfloat16) for v in (0.0, -0.0, 1.0, math.nan)]
@@ -396,7 +396,7 @@ def region(args):
                 self.assertEqual(run([x, s])[0], x * s.sum())
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual(self.counted("refusals"), 1)
-        self.assertIn("[host-tensor]: input 1 is a tensor of 9 values in host memory", refusals.refusals()[0])
+        self.assertIn("[host-tensor]: input 1 is a tensor of 9 values in host memory", causes.refusals()[0])
 
     def test_large_tensor_in_host_memory_is_refused(self):
         run = self.runner(ADD)
@@ -404,7 +404,7 @@ def region(args):
             x, w = torch.randn(4, 4), torch.randn(5, 4)[1:]
             w.on_host = True
             self.assertEqual(run([x, w])[0], x * w + x)
-        (refusal,) = refusals.refusals()
+        (refusal,) = causes.refusals()
         self.assertIn(
             "a region runs without a CUDA graph [host-tensor]: input 1 is a tensor of 16", refusal.replace("20", "16")
         )
@@ -528,7 +528,7 @@ class TestOutputs(RelaunchTestCase):
                 if is_tensor(want):
                     self.assertEqual(got.stride(), want.stride())
             results.append((inputs, result))
-        self.assertEqual(self.counted("refusals"), 0, refusals.refusals())
+        self.assertEqual(self.counted("refusals"), 0, causes.refusals())
         self.assertEqual(self.counted("relaunches"), calls - 1)
         return run, results
 
@@ -850,7 +850,7 @@ class TestAlignment(RelaunchTestCase):
             x, w = self.at(skew), self.at(0)
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
-        self.assertEqual([r.reason for r in refusals.refused()], ["kept"])
+        self.assertEqual([r.reason for r in causes.refused()], ["kept"])
         self.assertEqual(run.outside, {"warm-up": 1, "kept": 2})
 
     def test_less_aligned_input_while_another_thread_captures(self):
@@ -1377,7 +1377,7 @@ class TestFailures(RelaunchTestCase):
         for _ in range(4):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        (refusal,) = refusals.refusals()
+        (refusal,) = causes.refusals()
         self.assertIn("[kept]: 1024 bytes that it allocated are still in use when it has ended", refusal)
         self.assertEqual(len(self.device.random), 1)
 
@@ -1388,7 +1388,7 @@ class TestFailures(RelaunchTestCase):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
 
     def test_capture_that_keeps_failing_is_given_up(self):
         run = self.runner(ADD)
@@ -1398,7 +1398,7 @@ class TestFailures(RelaunchTestCase):
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual(self.device.fail_captures, 94)  # each time once more, to see in which operator
         self.assertEqual(
-            refusals.refusals(),
+            causes.refusals(),
             ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"],
         )
         self.assertEqual(self.counted("refusals"), 1)
@@ -1450,15 +1450,15 @@ class TestFailures(RelaunchTestCase):
         for _ in range(3):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        self.assertRegex(refusals.refusals()[0], r"\[(nodes|layout)\]")
+        self.assertRegex(causes.refusals()[0], r"\[(nodes|layout)\]")
 
     def test_sparse_input_is_refused(self):
         for kind in ("sparse_coo", "sparse_csr"):  # which has no strides
-            refusals._refused.clear()
+            causes._refused.clear()
             run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
             for _ in range(3):
                 self.assertEqual(run([torch.eye(2).to_sparse(layout=getattr(torch, kind))])[0], torch.eye(2))
-            self.assertIn(f"[input]: input 0 is not a plain tensor: torch.{kind}", refusals.refusals()[0])
+            self.assertIn(f"[input]: input 0 is not a plain tensor: torch.{kind}", causes.refusals()[0])
 
     def test_output_with_a_bit_that_its_memory_does_not_show_is_refused(self):
         """Inductor calls aten._conj for x.conj(): the result has the memory of x, and a bit."""
@@ -1471,13 +1471,13 @@ def region(args):
     return ({},)
 """
         for text in ("aten._conj.default(buf0)", "aten._neg_view.default(buf0)", "aten._conj.default(buf0 + 1)"):
-            refusals._refused.clear()
+            causes._refused.clear()
             run = self.runner(source.format(text))
             for _ in range(3):
                 x = torch.full((4,), 1 + 2j)
                 wanted = eval(text, {"buf0": 2 * x, "aten": torch.ops.aten})
                 self.assertEqual(run([x])[0].resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg())
-            self.assertIn("[output]: output 0 is not a plain tensor", refusals.refusals()[0])
+            self.assertIn("[output]: output 0 is not a plain tensor", causes.refusals()[0])
 
     def test_sparse_input_is_no_seed_of_attention(self):
         run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
@@ -1491,7 +1491,7 @@ def region(args):
             torch._inductor.config.patch("triton.cudagraph_or_error", True),
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
         ):
-            refusals.refuse(refusals.Refused(code, "node-kind", "why"))
+            causes.refuse(causes.Refused(code, "node-kind", "why"))
 
 
 class TestFirstLaunchWithCopies(RelaunchTestCase):
@@ -1499,7 +1499,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def run_with(self, error, calls=4):
         """Calls of a region whose first launch raises the error; what they raised."""
-        self.enterContext(mock.patch.object(memcpy_nodes, "moving", lambda template: [0]))
+        self.enterContext(mock.patch.object(executable, "moving", lambda template: [0]))
         run, raised, errors = self.runner(ADD), [], [error]
         patch = Launcher.patch
 
@@ -1521,13 +1521,13 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def test_refused_copies(self):
         self.assertEqual(self.run_with(RuntimeError("no such copy")), [])
-        (refusal,) = refusals.refusals()
+        (refusal,) = causes.refusals()
         self.assertIn("[host-memory]: its copies to or from the host can't be patched: no such copy", refusal)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
 
     def test_out_of_memory(self):
         self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
         self.assertEqual(self.counted("relaunches"), 2)
 
     def test_refused_copies_after_out_of_memory(self):
@@ -1540,7 +1540,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
         with mock.patch.object(Launcher, "replay", replay):
             self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
-        self.assertEqual(([r.reason for r in refusals.refused()], len(seen)), (["host-memory"], 1))
+        self.assertEqual(([r.reason for r in causes.refused()], len(seen)), (["host-memory"], 1))
 
     def test_other_regions_raise(self):
         with mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("broken"))):
@@ -1549,7 +1549,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
             for _ in range(2):
                 with self.assertRaisesRegex(RuntimeError, "broken"):
                     run([torch.randn(4, 4), torch.randn(4, 4)])
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
 
 
 class TestFailuresInC(Native, TestFailures):
@@ -1699,12 +1699,12 @@ class TestPolicy(TestCase):
         self.assertEqual(describe.source_line(trace + entered), "/a/b.py:9: return x.sin()")
 
     def test_refusal_is_logged_once(self):
-        refusals._refused.clear()
+        causes._refused.clear()
         counters.clear()
-        with self.assertLogs(refusals.log, "WARNING") as logs:
+        with self.assertLogs(causes.log, "WARNING") as logs:
             for name in ("a", "b", "a"):
-                refusals.refuse(refusals.Refused(Code(name, 0), "kept", "why"))
-        self.assertEqual([r.code.name for r in refusals.refused()], ["a", "b"])
+                causes.refuse(causes.Refused(Code(name, 0), "kept", "why"))
+        self.assertEqual([r.code.name for r in causes.refused()], ["a", "b"])
         self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 
 
@@ -1729,7 +1729,7 @@ class TestGpu(GpuTestCase):
                 drawing.append(True)
                 for _ in range(3):
                     self.assertTrue(0 < float(compiled(x).mean()) < 1)
-        self.assertEqual([r.reason for r in refusals.refused()], ["kept"], refusals.refusals())
+        self.assertEqual([r.reason for r in causes.refused()], ["kept"], causes.refusals())
 
     def test_region_that_keeps_its_memory(self):
         kept = []
@@ -1743,7 +1743,7 @@ class TestGpu(GpuTestCase):
                 for _ in range(4):
                     self.assertEqual(compiled(x), torch.full((64,), 3.0, device="cuda"))
         del kept[:]
-        self.assertEqual([r.reason for r in refusals.refused()], ["kept"], refusals.refusals())
+        self.assertEqual([r.reason for r in causes.refused()], ["kept"], causes.refusals())
 
     def test_a_capture_leaves_the_allocator_as_it_was(self):
         x = torch.randn(1 << 24, device="cuda")
@@ -1755,7 +1755,7 @@ class TestGpu(GpuTestCase):
             compiled(x)
             torch.cuda.synchronize()
             after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 1, refusals.refusals())
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 1, causes.refusals())
         self.assertEqual(after[1], before[1])
         self.assertLessEqual(after[0], before[0] + 2 * x.nbytes)
 
@@ -1787,7 +1787,7 @@ class TestGpu(GpuTestCase):
                         x = torch.randn(64, device="cuda")
                         self.assertEqual(compiled(x), 2 * x + 3)
             self.assertIn(f"relaunch_test::{name}.default", split_off.failed())
-        self.assertEqual(refusals.refusals(), [])  # the operator runs between two graphs
+        self.assertEqual(causes.refusals(), [])  # the operator runs between two graphs
 
     def test_kernel_on_a_stream_that_the_operator_chooses_in_memory_of_its_own(self):
         """No capture sees it, and it writes to no memory that the capture has placed."""
@@ -1828,7 +1828,7 @@ class TestGpu(GpuTestCase):
                         self.assertEqual(compiled(x), want(x))
         names = {"relaunch_test::doubles_in_its_own.default", "relaunch_test::rectifies.default"}
         self.assertEqual({*split_off.failed()}, names)
-        self.assertEqual(refusals.refusals(), [])  # they run between two graphs
+        self.assertEqual(causes.refusals(), [])  # they run between two graphs
 
     def test_region_that_can_not_be_captured_runs_and_the_next_one_is_captured(self):
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
@@ -1841,7 +1841,7 @@ class TestGpu(GpuTestCase):
                 for _ in range(6):
                     self.assertEqual(compiled(x), torch.full((4,), 16.0, device="cuda"))
                 self.assertFalse(torch.cuda.is_current_stream_capturing())
-                self.assertEqual(refusals.refusals(), [])  # the operator runs between two graphs
+                self.assertEqual(causes.refusals(), [])  # the operator runs between two graphs
                 other = torch.compile(torch.sin, mode="reduce-overhead")
                 for _ in range(3):
                     self.assertEqual(other(x), x.sin())

@@ -20,9 +20,8 @@ from stand_ins.relaunch_case import host, Native, RelaunchTestCase
 from stand_ins.relaunch_device import SizedKernel, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
-from torch_overlay._inductor.relaunch.numbers.program import Result
-from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Result, Unfit
+from torch_overlay._inductor.relaunch.numbers.launches import Shapes
 from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
 
 

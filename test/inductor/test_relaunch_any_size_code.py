@@ -26,7 +26,7 @@ import form
 from stand_ins.relaunch_case import Native, RelaunchTestCase
 from stand_ins.relaunch_device import SizedKernel
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.alignment import LEAST
+from torch_overlay._inductor.relaunch.compiled_region import LEAST
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
 

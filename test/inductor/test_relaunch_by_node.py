@@ -14,9 +14,9 @@ import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
-from torch_overlay._inductor.relaunch.graph.order import only_order
+from torch_overlay._inductor.relaunch.graph.concurrency import only_order
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
-from torch_overlay._inductor.relaunch.launch import launcher, native
+from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot, Template
 
 
@@ -126,14 +126,14 @@ class TestInC(TestCase):
         template = Template(3, nodes, tuple(PointerSlot(node.index, 0, 0, 0, 0) for node in nodes))
         part = mock.Mock(spec=Part)
         part.raw_cuda_graph_exec.return_value = 0xE0
-        with mock.patch.object(native, "implementation", lambda: self.module):
-            first = launcher.Launcher(part, template, True, native.shared(template, (0, 1)))
+        with mock.patch.object(executable, "implementation", lambda: self.module):
+            first = executable.Launcher(part, template, True, executable.shared(template, (0, 1)))
             moved = [dataclasses.replace(node, handle=0, grid=(9, 1, 1)) for node in nodes]
             first.forget()
             made = [
                 first,
                 first.like(dataclasses.replace(template, nodes=tuple(moved))),
-                launcher.ByNode(template, (0, 1)),
+                executable.ByNode(template, (0, 1)),
             ]
         for each in made:
             each.forget()

@@ -24,8 +24,8 @@ from torch_overlay._inductor.relaunch.graph.concurrency import (
     Use,
     uses_of,
 )
+from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, KernelNode, PointerSlot, Segment, Template
-from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

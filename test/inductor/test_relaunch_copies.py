@@ -18,10 +18,10 @@ from torch._inductor.test_case import TestCase
 import form  # noqa: F401
 from stand_ins.graph_api import FakeApi
 from stand_ins.relaunch_device import FakeDevice
-from torch_overlay._inductor.relaunch import refusals, region_graphs
-from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch import causes, region_graphs
+from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.graph import driver as cu
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
+from torch_overlay._inductor.relaunch.launch import executable as memcpy_nodes, relaunch
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.states import State
@@ -212,7 +212,7 @@ class TestPatcher(TestCase):
         state = State()
         state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
         patcher.given_up = lambda why: region_graphs._give_up(weakref.ref(owner.region_graphs), weakref.ref(state), why)
-        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(refusals, "refuse") as refuse:
+        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(causes, "refuse") as refuse:
             for i in range(memcpy_nodes.MOST_REBUILDS - 1):
                 patcher.patch([0x1000 * (i + 1), 0x2000])
             self.assertFalse(state.refused)
@@ -236,7 +236,7 @@ class TestPatcher(TestCase):
             for i in range(memcpy_nodes.MOST_REBUILDS):
                 patcher.patch([0x1000 * (first + i), 0x2000])
 
-        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(refusals, "refuse") as refuse:
+        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(causes, "refuse") as refuse:
             launch = threading.Thread(target=patch, args=(1,), daemon=True)
             with owner.states.lock:
                 launch.start()
@@ -249,4 +249,4 @@ class TestPatcher(TestCase):
 
     def test_region_with_copies_is_launched_from_python(self) -> None:
         launcher = mock.Mock(exec=None)
-        self.assertIsNone(native_call.bind(mock.Mock(launcher=launcher)))
+        self.assertIsNone(relaunch.bind(mock.Mock(launcher=launcher)))

@@ -14,7 +14,7 @@ import torch_overlay
 from stand_ins.relaunch_case import host, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
-from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff
+from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
 from torch_overlay._inductor.relaunch.states import States
 from torch_overlay.testing import simulated_gpu
 

@@ -19,7 +19,7 @@ import form  # noqa: F401
 from stand_ins.relaunch_case import RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
-from torch_overlay._inductor.relaunch import alignment, coverage, refusals, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, coverage, split_off
 from torch_overlay._inductor.relaunch.capture import blame, culprit
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay.testing import simulated_gpu
@@ -120,7 +120,7 @@ def region(args):
     def test_it_is_named_with_what_it_did(self):
         run = self.runner(self.SOURCE)
         self.calls(run)
-        (found,) = refusals.refused()
+        (found,) = causes.refused()
         self.assertEqual((found.reason, found.operator), ("operator", "culprits::waits.default"))
         did = "waits for the device, or allocates or frees its memory itself (CUDA error 900)"
         self.assertEqual(found.message, f"culprits::waits.default {did}")
@@ -130,15 +130,15 @@ def region(args):
     def test_capture_that_it_breaks_without_an_error(self):
         STATE["error"] = None
         self.calls(self.runner(self.SOURCE))
-        (found,) = refusals.refused()
+        (found,) = causes.refused()
         self.assertEqual(found.message, "culprits::waits.default breaks the capture")
 
     def test_no_memory_is_not_its_fault(self):
         STATE["error"] = torch.OutOfMemoryError("no memory")
         self.calls(self.runner(self.SOURCE), 2)
-        self.assertEqual((refusals.refused(), dict(split_off.failed())), ([], {}))
+        self.assertEqual((causes.refused(), dict(split_off.failed())), ([], {}))
         self.calls(self.runner(self.SOURCE), 6)
-        self.assertEqual([r.reason for r in refusals.refused()], ["out-of-memory"])
+        self.assertEqual([r.reason for r in causes.refused()], ["out-of-memory"])
 
     def test_operator_that_all_models_are_made_of_is_not_split_off(self):
         """What has made it fail may be gone at the next call; a product that runs between graphs would stay."""
@@ -152,7 +152,7 @@ def region(args):
         source = self.SOURCE.replace("torch.ops.culprits.waits.default(y)", "torch.mm(y, torch.eye(4) * 2)")
         library.impl("mm", lambda a, b: fail(a, 2), "CPU")
         self.calls(self.runner(source), 6)
-        (found,) = refusals.refused()
+        (found,) = causes.refused()
         self.assertEqual((found.reason, found.operator), ("capture", "aten::mm.default"))
         self.assertEqual(dict(split_off.failed()), {})
 
@@ -160,10 +160,10 @@ def region(args):
         run = self.runner(self.SOURCE)
         with (
             mock.patch.object(split_off, "compile_again", return_value=True),
-            self.assertLogs(refusals.log, "WARNING") as logs,
+            self.assertLogs(causes.log, "WARNING") as logs,
         ):
             self.calls(run)
-        self.assertEqual(refusals.refused(), [])
+        self.assertEqual(causes.refused(), [])
         self.assertEqual(len(logs.output), 1)
         self.assertIn("from the next call on it runs between two graphs", logs.output[0])
         self.assertEqual(dict(run.outside), {"warm-up": 1, "operator": 2})
@@ -174,7 +174,7 @@ def region(args):
         run = self.runner(self.SOURCE)
         with mock.patch.object(split_off, "compile_again", return_value=True):
             self.calls(run)
-        self.assertEqual([r.reason for r in refusals.refused()], ["operator"])
+        self.assertEqual([r.reason for r in causes.refused()], ["operator"])
 
     def test_error_of_the_code_itself_is_no_operators(self):
         source = self.SOURCE.replace("return (", "check()\n    return (")
@@ -185,7 +185,7 @@ def region(args):
 
         STATE["device"] = None
         self.calls(self.runner(source, check=check), 6)
-        (found,) = refusals.refused()
+        (found,) = causes.refused()
         self.assertEqual((found.reason, found.message), ("capture", "ValueError: no operator"))
 
     @parametrize("before", [0, 1, 4])
@@ -196,7 +196,7 @@ def region(args):
         calls = "".join(f"    z = torch.ops.culprits.{name}.default(z) / 2\n" for name in names)
         source = self.SOURCE.replace("    z = torch.ops.culprits.waits.default(y)\n", f"    z = y * 2\n{calls}")
         self.calls(self.runner(source))
-        (found,) = refusals.refused()
+        (found,) = causes.refused()
         did = "launches on a stream of its own choice, where a capture does not see it"
         self.assertEqual(found.message, f"culprits::escapes.default {did}")
         self.assertEqual(split_off.failed(), {"culprits::escapes.default": did})
@@ -221,7 +221,7 @@ def region(args):
             self.assertEqual(run([x]), (wanted.relu() * 2 + x if "rectifies" in lines else wanted * 2 + x,))
             self.assertEqual(torch.get_rng_state(), before)
         self.assertEqual(run.launched() + sum(run.outside.values()), 5)
-        return [*split_off.failed()], refusals.refused()
+        return [*split_off.failed()], causes.refused()
 
     def test_operator_that_computes_in_memory_of_its_own(self):
         """A captured kernel reads it: nothing that the capture has placed is written."""
@@ -247,9 +247,9 @@ def region(args):
 
     def test_comparison_that_finds_no_memory_is_made_later(self):
         run = self.runner(self.SOURCE.replace("waits", "doubles"))
-        with mock.patch.object(alignment, "clone_flat", side_effect=torch.OutOfMemoryError("no memory")):
+        with mock.patch.object(compiled_region, "clone_flat", side_effect=torch.OutOfMemoryError("no memory")):
             self.calls(run)
-        self.assertEqual((run.launched(), refusals.refused(), dict(split_off.failed())), (0, [], {}))
+        self.assertEqual((run.launched(), causes.refused(), dict(split_off.failed())), (0, [], {}))
         self.calls(run)
         self.assertEqual(run.launched(), 3)
 
@@ -257,17 +257,17 @@ def region(args):
         """Nor is it one when the operator is looked for."""
         refusal = Refusal("allocator", "this allocator can't")
         for failures in ([refusal] * 9, [RuntimeError("first"), *[refusal] * 9]):
-            refusals._refused.clear()
+            causes._refused.clear()
             with mock.patch.object(self.device, "record", side_effect=failures):
                 self.calls(self.runner(self.SOURCE))
-            self.assertEqual([r.reason for r in refusals.refused()], ["allocator"])
+            self.assertEqual([r.reason for r in causes.refused()], ["allocator"])
 
     def refused_by_the_proof(self, node, source=SOURCE):
         STATE["device"] = None
         refusal = Refusal("foreign", "it points elsewhere", node=node)
         with mock.patch.object(self.device, "prove", side_effect=refusal):
             self.calls(self.runner(source))
-        return refusals.refused()
+        return causes.refused()
 
     def test_operator_whose_kernel_the_proof_refuses(self):
         made = culprit.Culprit("culprits::waits.default", "f.py:3", "launches what it likes")

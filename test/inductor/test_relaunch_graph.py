@@ -20,10 +20,10 @@ from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
 from stand_ins.graph_api import FakeApi
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs, tidy
-from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.proof.functions import signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Refusal, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
-from torch_overlay._inductor.relaunch.proof.signatures import signatures_of
 
 
 class FakeKernels:

@@ -10,8 +10,16 @@ from unittest import mock
 from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.memory import cuts as cutting, packing
-from torch_overlay._inductor.relaunch.memory.cuts import _most_at_a_moment, _need, _shared, _Sums, cuts, Held, need_of
+from torch_overlay._inductor.relaunch.memory import arrange as cutting, packing
+from torch_overlay._inductor.relaunch.memory.arrange import (
+    _most_at_a_moment,
+    _need_of_stage,
+    _shared,
+    _Sums,
+    cuts,
+    Held,
+    need_of,
+)
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life, Order
 
 
@@ -200,7 +208,7 @@ class TestCuts(unittest.TestCase):
         starts = cuts([*first, *saved, *gradients], 400, 8, MIB)
         lazy = need_of(saved + gradients, [starts[1]], 400)
         for begin, end in zip(starts[1:], [*starts[2:], 400]):
-            self.assertLess(_need(saved + gradients, begin, end), 0.75 * lazy)
+            self.assertLess(_need_of_stage(saved + gradients, begin, end), 0.75 * lazy)
 
     def test_most_at_a_moment(self):
         held = [Held(1, 0, 3), Held(10, 2, 2), Held(100, 4, 9), Held(1000, 9, 9)]
@@ -225,7 +233,7 @@ class TestCuts(unittest.TestCase):
         shared = _shared(slabs, grid)
         self.assertEqual(list(shared), list(combinations(grid, 2)))
         for (begin, end), less in shared.items():
-            self.assertEqual(_Sums(slabs).between(begin, end) - less, _need(slabs, begin, end))
+            self.assertEqual(_Sums(slabs).between(begin, end) - less, _need_of_stage(slabs, begin, end))
 
     def test_what_shares_a_slab_and_is_too_little_to_matter_is_not_looked_at(self):
         large = [Held(4 * MIB, n, n + 1, slab=True) for n in range(100)]

@@ -19,18 +19,25 @@ import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import RelaunchTestCase
 from torch_overlay import config
-from torch_overlay._functorch.streams.backward_hooks import donated_buffers
-from torch_overlay._inductor.relaunch import first_runs, refusals
+from torch_overlay._functorch.streams.placement_hooks import donated_buffers
+from torch_overlay._inductor.relaunch import causes, runner
 from torch_overlay._inductor.relaunch.capture import address_space, device
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
-from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.graph.driver import DriverError
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
-from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
-from torch_overlay._inductor.relaunch.memory.outputs import Given, Layout, OfStorage, Repeated, Storage, View
+from torch_overlay._inductor.relaunch.memory.outputs import (
+    Given,
+    Layout,
+    OfStorage,
+    output_maker,
+    Repeated,
+    Storage,
+    View,
+)
 from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
@@ -316,7 +323,7 @@ class TestScratch(RelaunchTestCase):
         for _ in range(3):
             run([torch.randn(64, 64)])
         self.assertEqual(self.counted("relaunches"), 0)
-        self.assertIn("[kept]", refusals.refusals()[-1])
+        self.assertIn("[kept]", causes.refusals()[-1])
 
     def test_garbage_is_no_reason_to_refuse(self):
         source = CHAIN.replace(
@@ -353,7 +360,7 @@ class TestStages(RelaunchTestCase):
         """Others are too little to cut a graph for, and to look for their ends takes time."""
         source = "def region(args):\n    x, y = args\n    args.clear()\n    z = x.sum() + y.sum()\n    return (z,)\n"
         for size, held, dying in ((2, False, {0}), (2, True, ()), (1, False, ())):
-            with mock.patch.object(first_runs, "LARGE", 8), self.subTest(size=size, held=held):
+            with mock.patch.object(runner, "LARGE", 8), self.subTest(size=size, held=held):
                 run, x = self.backward(source, mutated=()), [torch.randn(size)]
                 inputs = [x[0], torch.randn(1)]
                 if not held:
@@ -365,8 +372,8 @@ class TestStages(RelaunchTestCase):
     def test_each_size_shows_which_inputs_it_frees(self):
         source = "def region(args):\n    x, n = args\n    args.clear()\n    return (x.sum() + n,)\n"
         with (
-            mock.patch.object(first_runs, "LARGE", 64),
-            mock.patch.object(first_runs, "Watch", wraps=first_runs.Watch) as watched,
+            mock.patch.object(runner, "LARGE", 64),
+            mock.patch.object(runner, "Watch", wraps=runner.Watch) as watched,
         ):
             run = self.backward(source, mutated=())
             held = torch.randn(20)
@@ -512,7 +519,7 @@ class TestStages(RelaunchTestCase):
         stages = self.stages()
         self.assertGreater(len(stages), 1)
         self.assertEqual(self.counted("relaunches"), 5 * len(stages))
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
         gradients = held[-1][:9]
         storages = [g.untyped_storage().data_ptr() for g in gradients]
         self.assertEqual(len(set(storages)), 3)
@@ -537,7 +544,7 @@ class TestStages(RelaunchTestCase):
                     self.assertIs(result[-3], result[-2])
                     self.assertEqual(result[10].data_ptr(), result[12].data_ptr())
             self.assertGreater(len(self.stages()), 1)
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
 
     def test_little_gradients_that_share_a_chunk_are_apart(self):
         run = self.backward()

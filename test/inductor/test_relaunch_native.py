@@ -28,10 +28,10 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.graph import native_read
-from torch_overlay._inductor.relaunch.launch import native, native_call
-from torch_overlay._inductor.relaunch.launch.blocks import make_blocks
-from torch_overlay._inductor.relaunch.numbers.program import Result
+from torch_overlay._inductor.relaunch.graph import driver as native_read
+from torch_overlay._inductor.relaunch.launch import executable, relaunch
+from torch_overlay._inductor.relaunch.launch.executable import make_blocks
+from torch_overlay._inductor.relaunch.numbers.expressions import Result
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, PointerSlot, Refusal, Segment
 
 
@@ -801,7 +801,7 @@ class TestArguments(TestCase):
             make(*args, **kwargs)
 
     def test_recipes(self):
-        vector, saved = ((4,), (1,), torch.uint8), (native_call.SAVED, 0, None, (1,), (1,), 0)
+        vector, saved = ((4,), (1,), torch.uint8), (relaunch.SAVED, 0, None, (1,), (1,), 0)
         self.call(recipes=(saved,), types=(torch.float32,), slab=vector, order=(0,))
         absent = "a recipe of an output names what isn't there"
         self.check(ValueError, absent, self.call, recipes=(saved,), types=(torch.float32,))
@@ -809,8 +809,8 @@ class TestArguments(TestCase):
         self.check(TypeError, "recipe 1 must be a tuple, not list", self.call, recipes=((0, 0, *[None] * 4), [0]))
         self.check(TypeError, "recipe 0 must be a tuple, not NoneType", self.call, recipes=(None,))
         self.check(TypeError, r"a recipe is \(kind, number, object, size", self.call, recipes=((0, 0),))
-        self.check(ValueError, absent, self.call, recipes=((native_call.REPEATED, 0, *[None] * 4),))
-        empty = (native_call.EMPTY, 0, [(0,), (1,)], None, None, None)
+        self.check(ValueError, absent, self.call, recipes=((relaunch.REPEATED, 0, *[None] * 4),))
+        empty = (relaunch.EMPTY, 0, [(0,), (1,)], None, None, None)
         self.check(TypeError, "what is allocated for recipe 0 must be a tuple, not list", self.call, recipes=(empty,))
 
     def test_allocations(self):
@@ -841,13 +841,13 @@ class TestArguments(TestCase):
                 _testcapi.remove_mem_hooks()
 
     def test_sizes(self):
-        result, size = native_call.NUMBER, ((Result(0),), (1,), torch.uint8)
+        result, size = relaunch.NUMBER, ((Result(0),), (1,), torch.uint8)
         numbers = {"numbers": (((0, 0),), (), (), (0,))}
         self.call(**numbers, allocations=(size,), order=(0,), derived=((0, 0), (2, 0)), scratch_result=0)
         self.call(**numbers, recipes=((result, 0, *[None] * 4),))
         absent = "a size names a result that the program doesn't have"
         self.check(ValueError, absent, self.call, allocations=(size,), order=(0,))
-        part = (native_call.PART, 0, None, (1,), (1,), Result(1))
+        part = (relaunch.PART, 0, None, (1,), (1,), Result(1))
         self.check(ValueError, absent, self.call, **numbers, allocations=(size,), order=(0,), recipes=(part,))
         absent = "a recipe of an output names what isn't there"
         self.check(ValueError, absent, self.call, recipes=((result, 0, *[None] * 4),))
@@ -929,13 +929,13 @@ class TestBuild(TestCase):
         """Where it can't be built; that is tried once, and the reason says what it takes."""
         build = mock.Mock(side_effect=RuntimeError("no compiler"))
         with (
-            mock.patch.object(native, "implementation", native.implementation.__wrapped__),
+            mock.patch.object(executable, "implementation", executable.implementation.__wrapped__),
             mock.patch.object(csrc, "_attempt", functools.cache(csrc._attempt.__wrapped__)),
             mock.patch.object(csrc, "build", build),
         ):
             for _ in range(2):
                 with self.assertRaisesRegex(Refusal, r"no compiler.* a C compiler \(gcc,"):
-                    native.implementation()
+                    executable.implementation()
             with self.assertRaisesRegex(csrc.NotBuiltError, "no compiler"):
                 native_read.NativeDriver(mock.Mock())
         build.assert_called_once_with()
@@ -971,7 +971,7 @@ class TestOnAGpu(TestCase):
 
     def capture_in_an_address_space(self) -> tuple[int, int]:
         """Return the bytes of the device that it takes, and those that it leaves behind."""
-        module = native.implementation()
+        module = executable.implementation()
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         space = AddressSpace(torch.cuda.current_device(), module=module)
@@ -1030,7 +1030,7 @@ class TestOnAGpu(TestCase):
         warm = [torch.ones(1000, device="cuda") for _ in range(3)]
         region(*warm)
         torch.cuda.synchronize()
-        module = native.implementation()
+        module = executable.implementation()
         (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
         proven = template.prove(first, second)
         graph.instantiate()

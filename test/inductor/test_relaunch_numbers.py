@@ -16,8 +16,7 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import Native, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Unfit
-from torch_overlay._inductor.relaunch.numbers.program import Program
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -11,9 +11,8 @@ import torch
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.capture.allocations import Lives, Plan, storages
+from torch_overlay._inductor.relaunch.capture.allocations import FULL, Lives, Operators, Plan, storages
 from torch_overlay._inductor.relaunch.capture.capture import _is_plain
-from torch_overlay._inductor.relaunch.capture.operators import FULL, Operators
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 
 

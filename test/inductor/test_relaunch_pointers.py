@@ -10,7 +10,7 @@ from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from torch_overlay._inductor.relaunch.launch import data_ptrs
+from torch_overlay._inductor.relaunch.launch import executable
 
 
 class Tagged(torch.Tensor):
@@ -44,17 +44,17 @@ class TestPointers(TestCase):
         self.native = relaunch_driver.module()
 
     def both(self):
-        return self.native.addresses, lambda given: data_ptrs.addresses(given, range(len(given)))
+        return self.native.addresses, lambda given: executable.addresses(given, range(len(given)))
 
     def test_fields_lie_where_they_are_looked_for(self):
-        self.assertTrue(data_ptrs.teach(self.native))
+        self.assertTrue(executable.teach(self.native))
 
     def test_any_tensor(self):
         given = tensors()
         expected = tuple(t.data_ptr() for t in given)
         for addresses in self.both():
             self.assertEqual(addresses(given), expected)
-        self.assertTrue(data_ptrs.same(given, list(expected), range(len(given))))
+        self.assertTrue(executable.same(given, list(expected), range(len(given))))
 
     def test_memory_that_is_shared_until_it_is_written(self):
         for addresses in self.both():
@@ -86,9 +86,9 @@ class TestPointers(TestCase):
 
     def test_indices_choose(self):
         a, b = torch.randn(3), torch.randn(3)
-        self.assertTrue(data_ptrs.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
-        self.assertFalse(data_ptrs.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
-        self.assertEqual(data_ptrs.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
+        self.assertTrue(executable.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
+        self.assertFalse(executable.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
+        self.assertEqual(executable.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
 
     def test_aligned(self):
         base = torch.empty(64, dtype=torch.uint8)
@@ -96,7 +96,7 @@ class TestPointers(TestCase):
         given = [base[first + k :] for k in (0, 8, 4)] + [torch.ones(2).as_subclass(Tagged)]
         cases = [((0, 1), (15, 7), True), ((0, 1), (15, 15), False), ((2,), (3,), True), ((2, 0), (7, 0), False)]
         cases += [((), (), True), ((3, 0), (3, 15), True)]
-        for aligned in (self.native_aligned(), data_ptrs.aligned):
+        for aligned in (self.native_aligned(), executable.aligned):
             for positions, masks, expected in cases:
                 self.assertIs(aligned(given, positions, masks), expected)
 
@@ -139,14 +139,14 @@ class TestPointers(TestCase):
             self.assertEqual(seen[-1], (p.data_ptr(),))
 
     def test_other_layout_of_fields_is_noticed(self):
-        wrong = [t.data_ptr() + 8 for t in data_ptrs.probes()]
+        wrong = [t.data_ptr() + 8 for t in executable.probes()]
         native = mock.Mock(addresses=lambda found: tuple(wrong[: len(found)]))
-        self.assertFalse(data_ptrs.teach(native))
+        self.assertFalse(executable.teach(native))
         self.assertEqual(native.learn.call_args.args, (torch.Tensor, None, 0))
 
     def test_without_knowledge_each_tensor_is_asked(self):
         given = tensors()
-        self.addCleanup(lambda: self.assertTrue(data_ptrs.teach(self.native)))
+        self.addCleanup(lambda: self.assertTrue(executable.teach(self.native)))
         self.native.learn(torch.Tensor, None, 0)
         with mock.patch.object(Tagged, "data_ptr", lambda tensor: 7, create=True):
             expected = tuple(7 if type(t) is Tagged else t.data_ptr() for t in given)

@@ -33,7 +33,7 @@ from generated_text import normalised
 from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase
 from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
-from torch_overlay._inductor.relaunch import coverage, live, policy, refusals
+from torch_overlay._inductor.relaunch import causes, coverage, live, policy
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.cudagraphs import RelaunchPolicy
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -113,7 +113,7 @@ class TestOnTheHost(RelaunchTestCase):
             self.assertEqual(compiled(*args), fn(*copies))
             self.assertEqual(args, copies)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), expected or (1, calls - 1))
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
         return compiled
 
     def train(self, fn, sizes, **options):
@@ -286,7 +286,7 @@ class Compiling(TestCase):
     def setUp(self):
         super().setUp()
         counters.clear()
-        refusals._refused.clear()
+        causes._refused.clear()
 
     def compiled(self, fn, *shapes, used=POLICY, backward=False, device="cuda", dynamic=None, **options):
         """What was described for relaunches, and the generated code."""
@@ -297,7 +297,7 @@ class Compiling(TestCase):
         return [graph.get("relaunch") or "tree" for graph in seen.cudagraphs], seen.wrappers
 
     def refused(self):
-        return [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in refusals.refused()]
+        return [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in causes.refused()]
 
 
 class TestCompiled(Compiling):
@@ -342,11 +342,11 @@ class TestCompiled(Compiling):
         )
         for used in (POLICY,) if ALONE else (POLICY, None):
             for fn, options, reason, text in cases:
-                refusals._refused.clear()
+                causes._refused.clear()
                 self.assertEqual(self.compiled(fn, used=used, **options)[0], [])
                 self.assertEqual(self.refused(), [(reason, "inference")])
-                self.assertIn(text, refusals.refusals()[0])
-                self.assertIn("test_relaunch_policy.py", refusals.refusals()[0])
+                self.assertIn(text, causes.refusals()[0])
+                self.assertIn("test_relaunch_policy.py", causes.refusals()[0])
 
     def test_graphs_or_an_error(self):
         options = {"force_disable_cudagraph_TESTING_ONLY": True, "triton.cudagraph_or_error": True}
@@ -412,7 +412,7 @@ class TestNeeds(Compiling):
 
         made, _ = self.compiled(fn)
         self.assertEqual(len(made), 0 if ALONE else 2)
-        self.assertEqual([r.message for r in refusals.refused()], ["control flow operator: torch.cond"] * ALONE)
+        self.assertEqual([r.message for r in causes.refused()], ["control flow operator: torch.cond"] * ALONE)
 
     def test_numbers(self):
         with simulated_gpu(), inductor_config.patch(cudagraph_policy=POLICY):
@@ -428,7 +428,7 @@ class TestNeeds(Compiling):
 
     def wrapped(self, code, is_inference):
         """True if a function gets a graph that is like this one of generated code."""
-        refusals._refused.clear()
+        causes._refused.clear()
 
         def model(inputs):
             return inputs
@@ -438,7 +438,7 @@ class TestNeeds(Compiling):
         with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
             model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)
             made = POLICY.cudagraphify(model, [], [], **known)
-        self.assertEqual([r.reason for r in refusals.refused()], ["policy-alone"] * (made is model))
+        self.assertEqual([r.reason for r in causes.refused()], ["policy-alone"] * (made is model))
         return made is not model
 
     def test_seeds_of_attention(self):
@@ -487,7 +487,7 @@ class TestGpu(GpuTestCase):
                     expected.sum().backward()
                     inputs, copies = ([t.grad for t in tensors if t.requires_grad] for tensors in (inputs, copies))
                 self.assertEqual([got, *inputs], [expected, *copies], atol=1e-2, rtol=1e-2)
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
         found = counters["torch_overlay"]
         self.assertEqual(found["cudagraph_captures"], regions)
         self.assertEqual(found["cudagraph_relaunches"], regions * (calls - 1))
@@ -519,7 +519,7 @@ class TestGpu(GpuTestCase):
         for _ in range(4):
             compiled(q).sum().backward()
             self.assertTrue(q.grad.isfinite().all())
-        self.assertEqual({r.reason for r in refusals.refused()}, {"policy-alone"} if ALONE else set())
+        self.assertEqual({r.reason for r in causes.refused()}, {"policy-alone"} if ALONE else set())
 
 
 @form.overlay_only

@@ -11,11 +11,12 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from stand_ins.relaunch_case import ADD, RelaunchTestCase
 from torch_overlay import config, csrc
-from torch_overlay._inductor.relaunch import prepare as preparing, refusals
+from torch_overlay._inductor.relaunch import causes
+from torch_overlay._inductor.relaunch.capture import device as preparing
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.device import Cuda
-from torch_overlay._inductor.relaunch.graph import fill_copy_kernels, native_read
-from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
+from torch_overlay._inductor.relaunch.launch import executable
 
 
 class TestPrepare(TestCase):
@@ -33,8 +34,8 @@ class TestPrepare(TestCase):
 
     def fakes(self, **how):
         """Nothing is loaded; a call of each is noted."""
-        self.fake(native, "implementation", new=lambda: self.done.append("module"))
-        self.fake(native_read, "NativeDriver", new=lambda: self.done.append("bindings"))
+        self.fake(executable, "implementation", new=lambda: self.done.append("module"))
+        self.fake(driver, "NativeDriver", new=lambda: self.done.append("bindings"))
         return self.fake(fill_copy_kernels, "_function", return_value=1, **how)
 
     def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):
@@ -74,7 +75,7 @@ class TestPrepare(TestCase):
         self.assertEqual(self.done[3:], ["module", "bindings", "kernels"])
 
     def test_an_error_is_left_to_whoever_needs_it(self):
-        self.fake(native, "implementation", side_effect=ImportError("no driver"))
+        self.fake(executable, "implementation", side_effect=ImportError("no driver"))
         with self.assertLogs(preparing.log, "INFO") as logs:
             self.wait()
             self.wait()
@@ -104,7 +105,7 @@ class TestPrepare(TestCase):
 class TestWithoutTheCModule(RelaunchTestCase):
     def test_region_runs_as_compiled(self):
         """Where the C module can't be built, the first call is no error, and the second says why there is no graph."""
-        for module in preparing.prepare, native.implementation:
+        for module in preparing.prepare, executable.implementation:
             module.cache_clear()
         run, error = self.runner(ADD), csrc.NotBuiltError("there is no compiler")
         self.enterContext(mock.patch.object(csrc, "extension", side_effect=error))
@@ -113,4 +114,4 @@ class TestWithoutTheCModule(RelaunchTestCase):
         for _ in range(3):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        self.assertEqual([each.reason for each in refusals.refused()], ["c-module"])
+        self.assertEqual([each.reason for each in causes.refused()], ["c-module"])

@@ -20,10 +20,10 @@ from torch._dynamo.utils import counters
 import form  # noqa: F401
 from stand_ins.relaunch_device import fake_device
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import policy, refusals
+from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
-from torch_overlay._inductor.relaunch.compiled_code import Code
-from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff
+from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -33,12 +33,12 @@ class RefusalTestCase(TestCase):
     def setUp(self):
         super().setUp()
         counters.clear()
-        refusals._refused.clear()
+        causes._refused.clear()
 
     def refused(self):
         """(reason, name of the code) of each; the counter agrees."""
-        found = [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in refusals.refused()]
-        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), refusals.refusals())
+        found = [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in causes.refused()]
+        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), causes.refusals())
         return found
 
     def compiled(self, fn, *shapes, backward=False, mode="relaunch", device="cuda", **options):
@@ -54,12 +54,12 @@ class TestOfInductor(RefusalTestCase):
         made = self.compiled(torch.sin, backward=True, force_disable_cudagraph_TESTING_ONLY=True)
         self.assertEqual(made, [])
         self.assertEqual(self.refused(), [("inductor", "forward"), ("inductor", "backward")])
-        self.assertIn("[inductor]: force_disable_cudagraph_TESTING_ONLY", refusals.refusals()[0])
+        self.assertIn("[inductor]: force_disable_cudagraph_TESTING_ONLY", causes.refusals()[0])
 
     def test_backward_does_without_its_forward(self):
         """Trees must have both or neither."""
         for mode, graphs in (("relaunch", 1), ("trees", 0)):
-            refusals._refused.clear()
+            causes._refused.clear()
             counters.clear()
             with simulated_gpu() as gpu, config.patch(cudagraphs=mode):
                 x = torch.randn(4, device="cuda", requires_grad=True)
@@ -78,7 +78,7 @@ class TestOfInductor(RefusalTestCase):
     def test_incompatible_operator_has_its_line_and_what_to_change(self):
         made = self.compiled(lambda x: x.sin().nonzero(), graph_partition=False)
         self.assertEqual(made, [])
-        (refusal,) = refusals.refusals()
+        (refusal,) = causes.refusals()
         self.assertIn("incompatible op aten.nonzero.default; torch._inductor.config.graph_partition = True", refusal)
         self.assertIn("test_relaunch_refusals.py", refusal)
 
@@ -90,18 +90,18 @@ class TestOfInductor(RefusalTestCase):
 
         self.assertEqual(self.compiled(fn, backward=True), [])
         self.assertEqual(self.refused(), [("inductor", "forward"), ("inductor", "backward")])
-        self.assertIn("the raw handle of a stream is read", refusals.refusals()[0])
+        self.assertIn("the raw handle of a stream is read", causes.refusals()[0])
 
     @pytest.mark.each_hook
     def test_cpp_wrapper(self):
         self.assertEqual(self.compiled(torch.sin, cpp_wrapper=True), [])
-        self.assertEqual([r.reason for r in refusals.refused()], ["cpp-wrapper"])
+        self.assertEqual([r.reason for r in causes.refused()], ["cpp-wrapper"])
 
     def test_all_is_split_off(self):
         made = self.compiled(lambda x: x.nonzero())
         self.assertEqual((made, self.refused()), ([], [("split", "inference")]))
-        self.assertIn("all of it is split off: ", refusals.refusals()[0])
-        self.assertIn("aten.nonzero", refusals.refusals()[0])
+        self.assertIn("all of it is split off: ", causes.refusals()[0])
+        self.assertIn("aten.nonzero", causes.refusals()[0])
 
     def test_all_is_split_off_for_no_known_reason(self):
         """Note [Nobody is left without a graph or a reason]. Operations on streams alone are nothing to launch."""
@@ -124,7 +124,7 @@ class TestOfInductor(RefusalTestCase):
 
     def test_too_few_kernels(self):
         self.assertEqual(self.compiled(torch.sin, **{"triton.cudagraph_min_partition_size": 2}), [])
-        self.assertIn("cudagraph_min_partition_size", refusals.refusals()[0])
+        self.assertIn("cudagraph_min_partition_size", causes.refusals()[0])
 
     def test_part_of_it_is_split_off(self):
         made = self.compiled(lambda x: x.sin().nonzero())
@@ -173,7 +173,7 @@ class TestOfCalls(RefusalTestCase):
             x = torch.randn(4)
             self.assertEqual(run([x, n])[0], x * n)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 0)
-        self.assertEqual([r.reason for r in refusals.refused()], ["first-calls"])
+        self.assertEqual([r.reason for r in causes.refused()], ["first-calls"])
         self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], 1)
 
     def test_after_a_reset_the_second_call_is_one_again(self):
@@ -192,27 +192,27 @@ class TestOfCalls(RefusalTestCase):
         with mock.patch.object(threading, "get_ident", lambda: next(identities)):
             for _ in range(6):
                 run([torch.randn(4), 2])
-        self.assertEqual([r.reason for r in refusals.refused()], ["first-calls"])
+        self.assertEqual([r.reason for r in causes.refused()], ["first-calls"])
 
     def test_graphs_for_sizes_that_come_again_are_no_refusal(self):
         run = self.runner("x * n", bound=2)
         for n in [1, 1, 2, 2, 3, 3, 1, 1, 1]:
             run([torch.randn(4), n])
-        self.assertEqual(refusals.refusals(), [])
+        self.assertEqual(causes.refusals(), [])
 
     def test_first_calls_before_a_capture_do_not_count(self):
         run = self.runner("x * n", bound=2)
         for n in [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]:
             run([torch.randn(4), n])
-        self.assertEqual((refusals.refusals(), counters["torch_overlay"]["cudagraph_captures"]), ([], 2))
+        self.assertEqual((causes.refusals(), counters["torch_overlay"]["cudagraph_captures"]), ([], 2))
 
     def test_collective_that_was_not_split_off(self):
         """As in a backward that is compiled when trees are chosen, of a forward that was not."""
         run = self.runner("x * n if n else torch.ops._c10d_functional.all_reduce(x, 'sum', '0')")
         for _ in range(3):
             run([torch.randn(4), 2])
-        self.assertEqual([r.reason for r in refusals.refused()], ["collective"])
-        self.assertIn("it contains collectives (_c10d_functional)", refusals.refusals()[0])
+        self.assertEqual([r.reason for r in causes.refused()], ["collective"])
+        self.assertIn("it contains collectives (_c10d_functional)", causes.refusals()[0])
 
     def test_collective_inside_an_operator(self):
         def graph(*names):
@@ -275,7 +275,7 @@ class TestDistributed(RefusalTestCase):
     def test_collective_that_can_not_be_split_off(self):
         self.assertEqual(self.compiled(self.reduced, graph_partition=False), [])
         self.assertEqual(self.refused(), [("inductor", "inference")])
-        self.assertIn("_c10d_functional.all_reduce.default", refusals.refusals()[0])
+        self.assertIn("_c10d_functional.all_reduce.default", causes.refusals()[0])
 
     def test_each_bucket_of_ddp_gets_its_graphs(self):
         """What DDP's own code needs real tensors for is left out: here is what Dynamo makes of its buckets."""

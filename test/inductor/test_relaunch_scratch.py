@@ -15,7 +15,7 @@ import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import Native
 from torch_overlay._inductor.relaunch import live
-from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch.launch import executable
 
 
 SOURCE = """
@@ -126,12 +126,12 @@ class TestFunctionsOfTorch(Native):
                 self.launch(run)
 
     def test_torch_has_them(self):
-        self.assertEqual(len(set(native.torch_functions()) - {0}), 3)
+        self.assertEqual(len(set(executable.torch_functions()) - {0}), 3)
 
     def test_torch_that_has_them_not(self):
         with (
-            mock.patch.object(native, "TORCH_FUNCTIONS", ("no_such_function",)),
-            self.assertLogs(native.log, "INFO") as logs,
+            mock.patch.object(executable, "TORCH_FUNCTIONS", ("no_such_function",)),
+            self.assertLogs(executable.log, "INFO") as logs,
         ):
-            self.assertEqual(native.torch_functions.__wrapped__(), (0,))
+            self.assertEqual(executable.torch_functions.__wrapped__(), (0,))
         self.assertIn("no_such_function", logs.output[0])

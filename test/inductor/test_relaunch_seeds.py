@@ -16,7 +16,7 @@ import form  # noqa: F401
 from stand_ins.relaunch_case import Native, RelaunchTestCase
 from stand_ins.relaunch_device import is_region
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, refusals
+from torch_overlay._inductor.relaunch import attention_seeds, causes
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -139,7 +139,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.device.kept = [512]
         for place in (host, torch.tensor, host, torch.tensor):
             self.call(run, place)
-        self.assertEqual([r.reason for r in refusals.refused()], ["kept"])
+        self.assertEqual([r.reason for r in causes.refused()], ["kept"])
 
     def test_other_keys_have_other_graphs(self):
         run = self.region()

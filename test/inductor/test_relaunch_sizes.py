@@ -16,12 +16,12 @@ from stand_ins import relaunch_device, relaunch_driver
 from stand_ins.relaunch_case import Native, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import live, region_graphs
-from torch_overlay._inductor.relaunch.launch import launcher
+from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
+from torch_overlay._inductor.relaunch.proof.functions import Functions
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes import sizes
-from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
 SIZED = """
@@ -350,7 +350,7 @@ class TestSizesInTurn(Native, SizesTestCase):
         self.assertEqual([(call.launches, call.by_node) for call in calls.values()], [(3, 3), (4, 4), (2, 2)])
         self.assertTrue(all(state.relaunch is not None for state in run.states.values()))
         launchers = [state.relaunch.launcher for state in run.states.values()]
-        of_executables = [each for each in launchers if not isinstance(each, launcher.ByNode)]
+        of_executables = [each for each in launchers if not isinstance(each, executable.ByNode)]
         self.assertLess(len(of_executables), len(launchers))
         bare = [replay.__self__ for replay in live.bare_replays()]
         self.assertCountEqual([each for each in bare if each in launchers], of_executables)

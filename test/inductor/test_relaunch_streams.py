@@ -15,7 +15,7 @@ from torch_overlay._dynamo import objects
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._functorch.streams.ids import COPY_STREAMS
 from torch_overlay._inductor.relaunch import attachments
-from torch_overlay._inductor.relaunch.capture import streams
+from torch_overlay._inductor.relaunch.capture import recording
 
 
 def stream(number: int) -> torch.Stream:
@@ -32,7 +32,7 @@ class TestExchange(TestCase):
         event, owned = object(), objects.Owned(stream, (32,), {})
         leave = objects.enter(stream(7), stream(7), event, owned, stream(32))
         try:
-            with streams.exchanged_streams(self.made):
+            with recording.exchanged_streams(self.made):
                 found = [objects.get(index) for index in range(5)]
             self.assertEqual([objects.get(0), objects.get(3)], [stream(7), stream(32)])
         finally:
@@ -43,14 +43,14 @@ class TestExchange(TestCase):
     def test_copies_have_streams_besides(self) -> None:
         leave = objects.enter(stream(0), stream(7))
         try:
-            with streams.exchanged_streams(self.made):
+            with recording.exchanged_streams(self.made):
                 copies = [runtime.copy_stream(number) for number in (COPY_STREAMS, COPY_STREAMS)]
                 self.assertEqual([objects.get(1), *copies], ["capture's 1", *["capture's 2"] * 2])
         finally:
             leave()
 
     def test_code_without_streams(self) -> None:
-        with streams.exchanged_streams(self.made):
+        with recording.exchanged_streams(self.made):
             self.assertIsNone(objects.current())
 
 
@@ -60,7 +60,7 @@ class TestAttached(TestCase):
         for module in ("torch_overlay._inductor.relaunch.hooks", "torch_overlay.cudagraphs"):
             program = f"import {module}\nfrom torch_overlay._inductor.relaunch import host_memory\n"
             program += "from torch_overlay._inductor.relaunch.capture import streams\n"
-            program += "from torch_overlay._inductor.relaunch.capture.checks import checks\n"
+            program += "from torch_overlay._inductor.relaunch.capture.recording import checks\n"
             program += "print(len(streams.exchanges), len(host_memory.keepers), len(checks))"
             run = [sys.executable, "-c", program]
             self.assertEqual(subprocess.run(run, capture_output=True, text=True, check=True).stdout, "2 1 1\n")

@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 import form  # noqa: F401
 from stand_ins.relaunch_device import fake_device, native_module
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import first_runs, live, refusals
+from torch_overlay._inductor.relaunch import causes, live, runner as first_runs
 from torch_overlay._inductor.relaunch.capture import make_graph
-from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
 from torch_overlay._inductor.relaunch.runner import Runner
 
@@ -47,7 +47,7 @@ class RelaunchTestCase(TestCase):
     def setUp(self):
         super().setUp()
         counters.clear()
-        refusals._refused.clear()
+        causes._refused.clear()
         self.device = self.enterContext(fake_device(self.native_module()))
 
     def tearDown(self):
@@ -92,7 +92,7 @@ class GpuTestCase(TestCase):
         super().setUp()
         torch._dynamo.reset()
         counters.clear()
-        refusals._refused.clear()
+        causes._refused.clear()
 
     def tearDown(self):
         torch._dynamo.reset()

@@ -28,14 +28,13 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stand_ins import relaunch_driver
-from torch_overlay._inductor.relaunch import alignment
+from torch_overlay._inductor.relaunch import compiled_region
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
-from torch_overlay._inductor.relaunch.exact import exact
-from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
-from torch_overlay._inductor.relaunch.graph.order import only_order
-from torch_overlay._inductor.relaunch.launch import native
-from torch_overlay._inductor.relaunch.launch.launcher import ByNode, emptied
+from torch_overlay._inductor.relaunch.graph.concurrency import only_order, relaxed
+from torch_overlay._inductor.relaunch.keys import bit_key
+from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.launch.executable import ByNode, emptied
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -630,7 +629,7 @@ class FakeDevice:
         return only_order(len(graph.nodes), graph.edges) if self.native else None
 
     def by_node(self, template: Any, order: Any) -> ByNode:
-        with mock.patch.object(native, "implementation", lambda: self.native):
+        with mock.patch.object(executable, "implementation", lambda: self.native):
             return ByNode(template, order)
 
     def launcher(self, template: Any, varies: Any) -> Launcher:
@@ -642,9 +641,9 @@ def fake_device(module: Any = None) -> Iterator[FakeDevice]:
     """A device on which runners relaunch, by the C module if there is one."""
     with contextlib.ExitStack() as stack:
         if module is not None:
-            stack.enter_context(mock.patch.object(native, "launching", module.launching))
+            stack.enter_context(mock.patch.object(executable, "launching", module.launching))
         stack.enter_context(mock.patch.object(capture, "is_region", is_region))
-        stack.enter_context(mock.patch.object(alignment, "FULL", 64))  # host memory is aligned to 64 bytes
+        stack.enter_context(mock.patch.object(compiled_region, "FULL", 64))  # host memory is aligned to 64 bytes
         yield FakeDevice(module)
 
 
@@ -663,7 +662,7 @@ def describe(part: Any) -> Any:
         return type(part).__name__, part.like
     if isinstance(part, (Number, Address)):
         return type(part).__name__, getattr(part, "letter", "")
-    return repr(exact(part))  # two NaNs may differ
+    return repr(bit_key(part))  # two NaNs may differ
 
 
 def letters_of(operations: Any, function_of: Any) -> dict[int, str]:

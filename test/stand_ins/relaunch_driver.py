@@ -12,7 +12,7 @@ from typing import Any
 
 from stand_ins import c_module, memory_driver
 from stand_ins.memory_driver import Driver
-from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
 
 
@@ -161,7 +161,7 @@ def driver() -> Driver:
 @functools.cache
 def module() -> Any:
     """The C module of `native`, over this driver."""
-    return native.complete(_built()[0].relaunch)
+    return executable.complete(_built()[0].relaunch)
 
 
 FUNCTIONS: dict[tuple[int, ...], ctypes.Array] = {}

@@ -19,7 +19,7 @@ except ImportError:  # run as a plain script
 
 from torch_overlay import config
 from torch_overlay._cli import explain
-from torch_overlay._inductor.relaunch import refusals
+from torch_overlay._inductor.relaunch import causes
 
 
 PROGRAM = """\
@@ -72,7 +72,7 @@ PROGRAM = """\
 
 REFUSES = """
     from torch_overlay._inductor.relaunch import refusals
-    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.causes import Code
 
     code = Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
     refusals.refuse(refusals.Refused(code, "node-kind", "a library launched a CUDA graph of its own"))
@@ -235,7 +235,7 @@ class Explain(TestCase):
 
     def test_regions_without_a_graph(self):
         self.assertNotIn("without a CUDA graph", self.explain(self.path))
-        self.addCleanup(refusals._refused.clear)
+        self.addCleanup(causes._refused.clear)
         with open(self.path, "a") as file:
             file.write(textwrap.dedent(REFUSES))
         for known in (False, True):  # what was refused before is not told again

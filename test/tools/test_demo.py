@@ -21,8 +21,7 @@ import form
 
 if not form.PATCHED:
     from torch_overlay._cli import demo, demo_gpu
-    from torch_overlay._cli.demo import Events
-    from torch_overlay._cli.terminal import plain_table, Screen
+    from torch_overlay._cli.demo import Events, plain_table, Screen
     from torch_overlay._inductor.streams.plan import HOST, Op
     from torch_overlay._inductor.streams.planner import plan_streams
     from torch_overlay.testing import simulated_gpu

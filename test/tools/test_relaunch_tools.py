@@ -58,8 +58,6 @@ class TestCheck(unittest.TestCase):
 
     def test_what_is_alive_is_asked_of_the_overlay(self) -> None:
         """By names, since programs also run where nothing has loaded the modules: a name that is gone says nothing."""
-        import torch_overlay._inductor.relaunch.live
-        import torch_overlay._inductor.relaunch.refusals  # noqa: F401
         from relaunch_programs._check import ALIVE, overlay_says, REFUSALS
 
         self.assertIn("templates", overlay_says(*ALIVE, {}))

@@ -105,8 +105,8 @@ def relaunch() -> Callable[[], Any]:
         relaunch_device,  # pyrefly: ignore[missing-import]
         relaunch_driver,  # pyrefly: ignore[missing-import]
     )
-    from torch_overlay._inductor.relaunch import refusals
-    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch import causes
+    from torch_overlay._inductor.relaunch.causes import Code
     from torch_overlay._inductor.relaunch.runner import Runner
 
     _fill_low_addresses()
@@ -120,7 +120,7 @@ def relaunch() -> Callable[[], Any]:
     for x, y in sets:
         run([x, y, w])
     if run.states.attempt is None:
-        raise RuntimeError(f"the region has no graph that C launches: {refusals.refusals()}")
+        raise RuntimeError(f"the region has no graph that C launches: {causes.refusals()}")
     # What malloc takes depends on all that came before. No kernel runs any more, so memory of any size will do.
     memory = itertools.cycle([torch.empty(1 << 10) for _ in range(16)])
     allocate[0] = lambda size, stride, dtype: next(memory)

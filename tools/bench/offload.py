@@ -164,7 +164,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
     from torch._dynamo.utils import counters
 
     from torch_overlay._functorch.offload import profile_cache, runtime
-    from torch_overlay._inductor.relaunch import refusals
+    from torch_overlay._inductor.relaunch import causes
 
     profile_cache.PATIENCE = 1e9
     began = time.perf_counter()
@@ -211,7 +211,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
                 "peak GiB": peak / GIB,
                 "reserved GiB": reserved / GIB,
                 "host GiB": runtime.live()["bytes"] / GIB,
-                "refused": refusals.refusals(),
+                "refused": causes.refusals(),
                 "rebuilds": counters["torch_overlay"]["cudagraph_rebuilds"],
                 "measured in s": time.perf_counter() - began,
             }

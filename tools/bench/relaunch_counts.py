@@ -50,7 +50,7 @@ def figures(name: str) -> records.Figures:
     from relaunch_programs import by_name, Kit
     from stand_ins import relaunch_device  # pyrefly: ignore[missing-import]
     from torch_overlay._inductor.relaunch import live
-    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.causes import Code
     from torch_overlay._inductor.relaunch.memory import arrange
     from torch_overlay._inductor.relaunch.runner import Runner
 

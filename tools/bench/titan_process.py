@@ -117,7 +117,7 @@ def _graphs(side: str, captured: Counter[str]) -> dict[str, Any]:
 
     if side != "relaunch":
         return {**captured, "refusals": dynamo["inductor"].get("cudagraph_skips", 0)}
-    from torch_overlay._inductor.relaunch.refusals import refusals
+    from torch_overlay._inductor.relaunch.causes import refusals
 
     found = counters()
     numbers = {name: found.get(f"cudagraph_{name}", 0) for name in ("captures", "nodes", "refusals")}

@@ -8,6 +8,8 @@ The programs are compiled for a simulated GPU, so this part is the same on every
 programs are run as well, in processes of their own: whether the results are equal to ordered eager, how much of the
 work overlaps, and the time of a call in eager, under stock torch.compile and with the overlay. Stock and overlay take
 turns, in both orders.
+
+Prints lines and tables on a terminal: through rich where it is installed, as plain text elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._cli.terminal import Screen
 from torch_overlay._inductor.streams.plan import HOST
 
 
@@ -34,6 +35,52 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch_overlay._inductor.streams.plan import Plan
+
+
+PIPE_WIDTH = 160  # in columns, where the output is no terminal
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.console: Any = None
+        try:
+            from rich.console import Console
+        except ImportError:
+            return
+        self.console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        if self.console is None:
+            print(text, flush=True)
+        else:
+            self.console.print(text, style=style or None, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        if self.console is None:
+            print(plain_table(title, columns, rows), flush=True)
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, title=title, title_justify="left", title_style="bold", show_lines=True)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self.console.print(table)
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [cells for row in (columns, *rows) for cells in _cells(row, len(columns))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join([title, *("  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines)])
+
+
+def _cells(row: Sequence[str], columns: int) -> list[list[str]]:
+    """Split a row whose cells have several lines into rows whose cells have one line."""
+    split = [cell.split("\n") for cell in row]
+    return [
+        [split[c][i] if i < len(split[c]) else "" for c in range(columns)] for i in range(max(len(s) for s in split))
+    ]
+
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -31,7 +31,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli import program
-from torch_overlay._inductor.relaunch import coverage, refusals
+from torch_overlay._inductor.relaunch import causes, coverage
 from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
 from torch_overlay.testing import observe, simulated_gpu
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         return 2
 
     simulate = options.simulate or not torch.cuda.is_available()
-    refused_before = refusals.refused()
+    refused_before = causes.refused()
     with contextlib.ExitStack() as stack:
         simulation = stack.enter_context(simulated_gpu(options.devices)) if simulate else None
         seen = stack.enter_context(observe())
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
         undrawn = True
     report = Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written)
     report.simulated = simulate
-    report.print(seen, [r for r in refusals.refused() if r not in refused_before], graphs, ended)
+    report.print(seen, [r for r in causes.refused() if r not in refused_before], graphs, ended)
     if ended:
         return 130 if ended == program.INTERRUPTED else 1
     return 0 if seen.frames and not undrawn else 2
@@ -132,7 +132,7 @@ class Report:
 
             self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def print(self, seen: Compiled, refused: Sequence[refusals.Refused], graphs: Coverage, ended: str) -> None:
+    def print(self, seen: Compiled, refused: Sequence[causes.Refused], graphs: Coverage, ended: str) -> None:
         self._heading(self._title)
         if self.simulated:
             self._line(SIMULATED)

@@ -61,7 +61,7 @@ def _callers(tables: Sequence[objects.Snapshot], here: torch.Stream) -> list[tor
     return list(found.values())
 
 
-def run(call: Callable[[], Any], gm: GraphModule, needed: Sequence[StreamObject]) -> Any:
+def run_backward(call: Callable[[], Any], gm: GraphModule, needed: Sequence[StreamObject]) -> Any:
     """Call the graph of a backward, with the streams and events that it needs of the tables that were queued for it.
     The current stream waits for those on which the forwards were called, and they for it afterwards.
     """

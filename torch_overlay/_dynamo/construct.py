@@ -20,8 +20,7 @@ from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, S
 from torch._dynamo.variables.tensor import CurrentDeviceVariable, TensorVariable
 
 from torch_overlay._dynamo import registry
-from torch_overlay._dynamo.state import handled
-from torch_overlay._dynamo.stream_frames import expects_streams
+from torch_overlay._dynamo.state import expects_streams, handled
 
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from torch._dynamo.variables.tensor import CurrentDeviceVariable
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.methods import stream_handle
 from torch_overlay._dynamo.run_time_values import runtime_bool
-from torch_overlay._dynamo.state import handled
-from torch_overlay._dynamo.stream_frames import expects_streams
+from torch_overlay._dynamo.state import expects_streams, handled
 
 
 if TYPE_CHECKING:

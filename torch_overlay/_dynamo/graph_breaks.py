@@ -25,8 +25,7 @@ from torch._dynamo.variables.streams import StreamContextVariable, StreamVariabl
 
 from torch_overlay._dynamo.graph_notes import note_graph
 from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
-from torch_overlay._dynamo.state import handled
-from torch_overlay._dynamo.stream_frames import restart_without_streams
+from torch_overlay._dynamo.state import handled, restart_without_streams
 
 
 if TYPE_CHECKING:

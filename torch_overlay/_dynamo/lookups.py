@@ -18,7 +18,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 
 from torch_overlay._dynamo.functions import raw_stream
-from torch_overlay._dynamo.stream_frames import expects_streams
+from torch_overlay._dynamo.state import expects_streams
 
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVa
 from torch._dynamo.variables.misc import CallMethodVariable
 from torch._dynamo.variables.streams import StreamVariable
 
-from torch_overlay._dynamo.state import handled
-from torch_overlay._dynamo.stream_frames import expects_streams
+from torch_overlay._dynamo.state import expects_streams, handled
 
 
 if TYPE_CHECKING:

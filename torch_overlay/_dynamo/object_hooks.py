@@ -2,6 +2,18 @@
 
 They wrap functions of `torch._dynamo.graph_bytecode_inputs`, of the modules of torch._dynamo that make the bytecode
 around a graph, and of `torch._functorch._aot_autograd.runtime_wrappers`.
+
+Emits the bytecode around the call of a compiled graph that passes the graph its streams and events.
+
+One call passes the objects, and one after the graph restores the previous table, also if the graph raises (objects.py).
+Streams that the frame made current with `set_stream` become current right after the graph's call, before anything else
+runs.
+
+Skips upstream's checks and helpers for stream programs that the overlay's lower layers make unnecessary.
+
+Upstream raises an error for an event recorded after a mutation of an input, because the write-back of the mutation
+comes after the graph; and for `del x` of a tensor that two streams used, it records an event and waits for the event at
+once. With the overlay, the planner orders write-backs and frees by the same rule as all other operations.
 """
 
 from __future__ import annotations
@@ -11,9 +23,13 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo import graph_bytecode_inputs as numbering
+from torch._dynamo.bytecode_transformation import create_dup_top
 from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.resume_execution import _bytecode_from_template_with_split
 
-from torch_overlay._dynamo import objects, prologue, registry
+from torch_overlay._dynamo import objects, registry
+from torch_overlay._dynamo.state import handled
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -21,7 +37,57 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.source import CurrentStreamSource, Source
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+def _leave_in_any_case(leave: Any, dummy: Any) -> None:
+    """Template of the bytecode around the call; the call replaces `dummy`."""
+    try:
+        dummy  # noqa: B018
+    finally:
+        leave()
+
+
+def call_with_objects(codegen: PyCodegen, emit_call: Callable[[], None]) -> None:
+    """Emit the call of a graph by `emit_call`, with what passes the graph its streams and events around it."""
+    constructors = list(numbering.index_to_bytecode_constructor)
+    if not constructors:
+        emit_call()
+        return
+    output = codegen.tx.output
+    frame = registry.current()
+    for index in frame.set_streams.values():
+        registry.local_of(output, index)
+
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "enter"))
+    for index, constructor in enumerate(constructors):
+        constructor(codegen)
+        if index in frame.locals:
+            codegen.append_output(create_dup_top())
+            codegen.store(frame.locals[index])
+    codegen.call_function(len(constructors), False)
+    leave = output.new_var("leave_stream_objects")
+    codegen.store(leave)
+    # Nothing is on the stack when Dynamo calls a graph, so an exception unwinds to depth 0.
+    before, after = _bytecode_from_template_with_split(_leave_in_any_case, 0, {"leave": leave})
+    codegen.extend_output(before)
+    emit_call()
+    codegen.extend_output(after)
+    for index in frame.set_streams.values():
+        codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
+        codegen.append_output(codegen.create_load(frame.locals[index]))
+        codegen.call_function(1, False)
+        codegen.pop_top()
+
+
+def push_callers_stream(codegen: PyCodegen, device: torch.device) -> None:
+    """Emit what pushes the current stream of a CUDA device, as a torch.cuda.Stream."""
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))
+    index = -1 if device.index is None else device.index
+    codegen.append_output(codegen.create_load_const(index))
+    codegen.call_function(1, False)
 
 
 _COMPILER = 5  # the compiler's position among the arguments of `_compile`
@@ -60,14 +126,14 @@ def has_user_objects(original: Callable[[], bool]) -> bool:
 
 
 def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
-    prologue.call_with_objects(codegen, lambda: original(codegen, fn_name))
+    call_with_objects(codegen, lambda: original(codegen, fn_name))
 
 
 def reconstruct_current_stream(
     original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
 ) -> None:
     if source.device.type == "cuda" and torch.cuda.is_available():
-        prologue.push_callers_stream(codegen, source.device)
+        push_callers_stream(codegen, source.device)
     else:
         original(source, codegen)
 
@@ -118,3 +184,15 @@ def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any
         run._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
     compiler.compiled_bw = run
     return run
+
+
+def check_input_mutation_on_current_stream(
+    original: Callable[..., None], output: OutputGraph, tx: InstructionTranslatorBase
+) -> None:
+    if not handled(tx):
+        original(output, tx)
+
+
+def maybe_emit_sync_dealloc(original: Callable[..., None], tx: InstructionTranslatorBase, variable: Any) -> None:
+    if not handled(tx):
+        original(tx, variable)

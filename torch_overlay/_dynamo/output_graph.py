@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._dynamo import checks, graph_breaks, range_hooks
+from torch_overlay._dynamo import graph_breaks, object_hooks, ranges
 from torch_overlay.hooks import override
 
 
@@ -19,7 +19,7 @@ def output_graph_init(original: Callable[..., None], output: OutputGraph, *args:
         output,
         _get_stack_values_to_restore=graph_breaks.stack_values_to_restore,
         compile_subgraph=graph_breaks.compile_subgraph,
-        cleanup_graph=range_hooks.cleanup_graph,
-        check_input_mutation_on_current_stream=checks.check_input_mutation_on_current_stream,
+        cleanup_graph=ranges.cleanup_graph,
+        check_input_mutation_on_current_stream=object_hooks.check_input_mutation_on_current_stream,
     )
     original(output, *args, **kwargs)

@@ -24,18 +24,20 @@ from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 from torch_overlay import config
 from torch_overlay._dynamo.manual_contexts import NvtxRange, range_enter, range_exit
 from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
-from torch_overlay._dynamo.state import handled
-from torch_overlay._dynamo.stream_frames import expects_streams
+from torch_overlay._dynamo.state import expects_streams, handled
 from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
     from torch.fx import Graph
+
 
 # NVTX's own loader finds a tool by the first variable; Nsight Systems sets both.
 _TOOLS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
@@ -235,3 +237,27 @@ def _take_over(graph: Graph) -> None:
     for node in reversed(graph.nodes):
         if node.target in (ops._record_function_exit._RecordFunction, ops._record_function_enter_new):
             graph.erase_node(node)
+
+
+def create_range(original: Callable[..., Any], func: Any, record_args: Any, record_kwargs: Any, **kwargs: Any) -> Any:
+    context = original(func, record_args, record_kwargs, **kwargs)
+    override(context, enter=enter_range, exit=exit_range)
+    context.overlay_name = name_of(record_args, record_kwargs)
+    return context
+
+
+def enter_range(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase) -> Any:
+    open_record(tx, getattr(context, "overlay_name", None))
+    return original(context, tx)
+
+
+def exit_range(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
+    close_record(tx, getattr(context, "overlay_name", None))
+    return original(context, tx, *args)
+
+
+def cleanup_graph(original: Callable[[OutputGraph], None], output: OutputGraph) -> None:
+    """Wrap the cleanup of a graph: `finish` it after the contexts that a graph break leaves have ended."""
+    original(output)
+    if handled(output.root_tx):
+        finish(output.graph)

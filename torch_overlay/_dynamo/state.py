@@ -6,6 +6,12 @@ event.
 
 The *caller's stream* of a device is the stream that is current when the frame is entered at run time. It is current
 wherever the frame has set no stream. On the device of the frame its index is 0.
+
+Decides when to trace code that is traced in programs with streams only; in others it breaks the graph, as in stock.
+
+This code may come before the first stream of a frame. So it is traced as if streams followed; if the graph ends without
+streams, the frame is traced anew and the code left to upstream. Under `fullgraph=True`, where stock has an error, the
+code is traced in any case.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._dynamo import graph_break_hints, graph_bytecode_inputs as numbering
-from torch._dynamo.exc import unimplemented
+from torch._dynamo.exc import RestartAnalysis, unimplemented
 from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.source import CurrentStreamSource
 from torch._dynamo.utils import set_example_value
@@ -208,3 +214,24 @@ def applies() -> bool:
 def handled(tx: InstructionTranslatorBase) -> bool:
     """True if the frame that is being traced has this state."""
     return isinstance(tx.symbolic_stream_state, StreamState)
+
+
+def expects_streams(tx: InstructionTranslatorBase) -> bool:
+    """True if Dynamo shall trace code that upstream doesn't trace."""
+    if not handled(tx) or not tx.symbolic_stream_state.cuda:
+        return False
+    # All attempts at a frame share one log.
+    if getattr(tx.speculation_log, "found_no_streams", False):
+        return False
+    registry.current().expects_streams = True
+    return True
+
+
+def restart_without_streams(tx: InstructionTranslatorBase) -> None:
+    """Trace the frame anew if it has no streams. Runs at the end of a graph, before any code is made for the graph."""
+    frame = registry.current()
+    if not frame.expects_streams or frame.has_streams or tx.one_graph or tx.error_on_graph_break:
+        return
+    tx.speculation_log.clear()
+    tx.speculation_log.found_no_streams = True  # type: ignore[attr-defined]
+    raise RestartAnalysis(restart_reason="the frame has no streams")

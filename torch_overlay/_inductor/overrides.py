@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
 from torch_overlay._inductor.relaunch import hooks as relaunch
-from torch_overlay._inductor.streams import codegen, foreach, lowering_hooks
+from torch_overlay._inductor.streams import codegen, foreach, lowering
 from torch_overlay.hooks import override
 
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequence[Any]) -> None:
     override(
         scheduler,
-        compute_dependencies=lowering_hooks.compute_dependencies,
+        compute_dependencies=lowering.compute_dependencies,
         _populate_stream_assignments=foreach.populate_stream_assignments,
         compute_last_usage=compute_last_usage,
         should_partition=codegen.should_partition,

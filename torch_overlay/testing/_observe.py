@@ -259,11 +259,11 @@ def _offloads_go_to(observer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _blocking_copies_go_to(observer: Any) -> Iterator[None]:
     try:
-        from torch_overlay._inductor.streams import copy_log
+        from torch_overlay._inductor.streams import copies_in_place
     except ImportError:  # a build without it
         yield
         return
-    unsubscribe = copy_log.subscribe(observer)
+    unsubscribe = copies_in_place.subscribe_to_copies(observer)
     try:
         yield
     finally:
@@ -273,11 +273,11 @@ def _blocking_copies_go_to(observer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _plans_go_to(observer: Any) -> Iterator[None]:
     try:
-        from torch_overlay._inductor.streams import plan_log
+        from torch_overlay._inductor.streams import planned_region
     except ImportError:  # a build without the planner
         yield
         return
-    unsubscribe = plan_log.subscribe(observer)
+    unsubscribe = planned_region.subscribe_to_plans(observer)
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ def _launches(node: Node) -> bool:
 
 def unplaced(graph: Graph) -> list[Node]:
     """Return the operations without a placement, in a graph in which other operations have one."""
-    from torch_overlay._inductor.streams.new_node_placement import is_placed, needs_streams
+    from torch_overlay._inductor.streams.fx_passes import is_placed, needs_streams
 
     customs = [node.meta.get("custom") for node in graph.nodes if node.op == "call_function"]
     if not any(map(needs_streams, customs)) or not any(map(is_placed, customs)):

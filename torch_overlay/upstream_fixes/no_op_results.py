@@ -26,17 +26,18 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
-from torch_overlay._inductor.streams.pass_log import COPY_OF
+from torch_overlay._functorch.streams.memory import results_made
+from torch_overlay._inductor.streams.fx_passes import COPY_OF
+from torch_overlay._stream_handling import handles_streams
 from torch_overlay.upstream_fixes.results_in_inputs import may_lie_in_written_input
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 
-    from torch.fx import Graph, Node
+    from torch.fx import Graph, GraphModule, Node
 
 
 class NoOpPass:
@@ -190,4 +191,18 @@ def _views(result: Node) -> tuple[list[Node], Node]:
     return views, result
 
 
-__all__ = ["NoOpPass"]
+def remove_no_ops(
+    original: Callable[..., None], gm: GraphModule, zeros: AbstractSet[Node], ones: AbstractSet[Node]
+) -> None:
+    begun = NoOpPass(gm.graph)
+    original(gm, zeros, ones)
+    begun.keep_apart(handles_streams())
+
+
+def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
+    begun = NoOpPass(graph)
+    original(graph)
+    begun.keep_apart(handles_streams())
+
+
+__all__ = ["NoOpPass", "remove_no_ops", "remove_noop_ops"]

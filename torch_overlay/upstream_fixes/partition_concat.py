@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def hand_on_concatenations(scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
@@ -87,4 +87,12 @@ def _drop(part: str, real: Mapping[str, str], partitions: Sequence[Any], signatu
             node.last_usage.discard(part)
 
 
-__all__ = ["hand_on_concatenations"]
+def get_graph_partition_signature(
+    original: Callable[..., list[Any]], scheduler: Any, partitions: Sequence[Any], skip_cudagraphs: list[bool]
+) -> list[Any]:
+    signatures = original(scheduler, partitions, skip_cudagraphs)
+    hand_on_concatenations(scheduler, partitions, signatures)
+    return signatures
+
+
+__all__ = ["get_graph_partition_signature", "hand_on_concatenations"]

@@ -13,7 +13,7 @@ class TestSearch(TestCase):
     """What is searched for streams, and what isn't."""
 
     def holds(self, value):
-        from torch_overlay._dynamo.closures import holds_streams
+        from torch_overlay._dynamo.variable_hooks import holds_streams
 
         return holds_streams(lambda: value)
 
@@ -51,7 +51,7 @@ class TestSearch(TestCase):
         self.assertTrue(self.holds(ring))
 
     def test_cell_without_a_value(self):
-        from torch_overlay._dynamo.closures import holds_streams
+        from torch_overlay._dynamo.variable_hooks import holds_streams
 
         def f():
             return later

@@ -13,7 +13,7 @@ from torch.utils._triton import has_triton_package
 import form  # noqa: F401
 from stand_ins import c_module
 from torch_overlay._inductor.relaunch.graph import driver as cu
-from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.graph.read import read
 from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, KernelNode
 

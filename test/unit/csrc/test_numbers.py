@@ -11,8 +11,17 @@ from torch.utils._triton import has_triton_package
 
 import form  # noqa: F401
 from stand_ins import c_module
-from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, OPERATIONS, pack, TYPES, Unfit
-from torch_overlay._inductor.relaunch.numbers.program import CODES, LETTERS, Program
+from torch_overlay._inductor.relaunch.numbers.expressions import (
+    CODES,
+    constant,
+    evaluate,
+    LETTERS,
+    OPERATIONS,
+    pack,
+    Program,
+    TYPES,
+    Unfit,
+)
 
 
 # run(program, types, inputs): the words of the results, or None if the numbers are

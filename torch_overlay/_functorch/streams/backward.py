@@ -21,19 +21,49 @@ the backward is ordered after, and what is ordered after the backward, follows f
   is (`streams.saved_memory`).
 
 The partitioner takes no notice of streams, so it saves what it saves without them (`streams.duplicates`).
+
+Marks the nodes of a joint graph that belong to the backward.
+
+Keeps the partitioner from saving inputs that the forward writes to.
+
+Note [Inputs that the forward writes to]
+An input that is written to when the forward has computed must not be saved: the backward would compute again from the
+new value. Upstream tells the partitioner so only for inputs that need gradients. A checkpoint policy may ask to compute
+again what is computed from such an input, like a new count of a router's tokens: the partitioner has no way to do that.
+The value is saved, if the backward needs it.
+
+Orders a backward's streams as autograd's engine does: Note [A backward is a region of its own].
+
+Prepares a joint graph with streams for the partitioner, and places the two graphs that it is parted into.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import operator
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTOutput, TangentAOTInput
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
+from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.duplicates import split_duplicates
-from torch_overlay._functorch.streams.facts import Fact, fact_of, is_placed_program, Leave, note_fact, replace_fact
+from torch_overlay._functorch.streams.facts import (
+    add_before,
+    Fact,
+    fact_of,
+    is_placed_program,
+    Leave,
+    note_fact,
+    replace_fact,
+)
 from torch_overlay._functorch.streams.fx import (
+    BACKWARD,
     is_backward,
     is_stream_op,
     is_view,
@@ -43,12 +73,13 @@ from torch_overlay._functorch.streams.fx import (
     viewed,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay._functorch.streams.memory import saved_in_eager
 from torch_overlay._functorch.streams.saved_values import place_saved, record_saved_gradients
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -170,3 +201,139 @@ def place_parts(
         output = next(iter(forward.graph.find_nodes(op="output")))
         names = [v.name if isinstance(v, torch.fx.Node) else "" for v in output.args[0]]  # type: ignore[union-attr]
         context.stream_saved = names, backward.graph  # type: ignore[attr-defined]
+
+
+def mark_backward(graph: Graph) -> None:
+    """Mark the backward's nodes. Upstream's tag is missing on the body of a user's `autograd.Function.backward`; those
+    nodes come after the first gradient. The tag of a write-back doesn't count: upstream puts write-backs into the
+    backward also in graphs that have none. The nodes after a write-back may be views for the forward's caller, of what
+    was updated in place after they were made.
+    """
+    begun = False
+    results = _viewed_results(graph.output_node())
+    for node in graph.nodes:
+        tag = node.meta.get("partitioner_tag")
+        if node.op != "call_function" or node in results or tag in ("is_forward", "must_be_in_forward"):
+            continue
+        if (
+            begun
+            or node.meta.get(BACKWARD)
+            or tag == "is_backward"
+            or any(n.op == "placeholder" and "tangents" in n.name for n in node.all_input_nodes)
+        ):
+            node.meta[BACKWARD] = begun = True
+
+
+def _viewed_results(output: Node) -> set[Node]:
+    """Return the views that the forward returns, and the views that those are views of."""
+    found: set[Node] = set()
+    for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
+        while isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node) and is_view(value):
+            found.add(value)
+            value = value.args[0]
+    return found
+
+
+def keep_unsaved(inputs: Mapping[Node, Any]) -> None:
+    """Mark inputs, and their views, as not to be saved: Note [Inputs that the forward writes to]."""
+    unsaved = [node for node, info in inputs.items() if info.mutates_data]
+    while unsaved:
+        node = unsaved.pop()
+        node.meta["aot_runtime_epilogue_input_mutation"] = True
+        unsaved += [user for user in node.users if is_view(user) and user.args[0] is node]
+        for user in filter(partitioners.must_recompute, node.users):
+            user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]:
+    """Map each operation of the forward to the kernels of a joint graph's backward that belong to it."""
+    operations = {node.meta.get("seq_nr", -1): node for node in chain}  # the last one of each number
+    numbers = sorted(operations)
+    found: dict[Node, set[Node]] = defaultdict(set)
+    for node in joint.nodes:
+        is_launch = not is_view(node) and node.target is not operator.getitem
+        if (
+            is_launch
+            and _is_of_autograd_node(node)
+            and (at := bisect.bisect_right(numbers, node.meta.get("seq_nr", -1)))
+        ):
+            found[operations[numbers[at - 1]]].add(node)
+    return found
+
+
+def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node, set[Node]]) -> set[Node]:
+    """Return the kernels of the backward that compute the gradient of a value of the forward."""
+    found: set[Node] = set()
+    todo = [value]
+    while todo:
+        for user in todo.pop().users:
+            if user in chain:
+                found |= launched.get(user, set())
+                todo += () if user in launched else (user,)
+    sums = list(found)
+    while sums:
+        added = {user for user in sums.pop().users if user.meta.get("is_gradient_acc")} - found
+        found |= added
+        sums += added
+    return found
+
+
+def _is_of_autograd_node(node: Node) -> bool:
+    is_operation = node.op == "call_function" and not is_stream_op(node)
+    return is_operation and bool(is_backward(node)) and not node.meta.get("is_gradient_acc")
+
+
+def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
+    """Return the stream on which autograd has a node: for each operation between inputs that get a gradient and outputs
+    that bring one, and for each of `leaves` that gets a gradient, the stream on which the gradient is accumulated.
+
+    An operation whose gradient is a constant, as that of `zero_` is, reads nothing in a functional graph, so what comes
+    before it there may be gone from the forward, and what comes after it from the backward: a kernel or view of the
+    backward shows as well that a gradient passes.
+    """
+    output = joint.output_node()
+    inputs = {node.meta.get("desc"): node for node in joint.find_nodes(op="placeholder")}
+    results = dict(zip(output.meta.get("desc") or (), pytree.tree_leaves(output.args[0])))
+    begins = {
+        inputs.get(what.grad_of) for what, v in results.items() if isinstance(what, GradAOTOutput) and v is not None
+    }
+    ends = {results.get(what.output) for what in inputs if isinstance(what, TangentAOTInput)}
+    after, before = set(begins), set(ends)
+    computed = [n for n in joint.nodes if n.op == "call_function" and not is_backward(n)]
+    given = {n: node_stream(n) for n in joint.nodes if _is_of_autograd_node(n)}
+    numbers = {n.meta.get("seq_nr") for n in given} - {None}
+    for node in computed:
+        if node.meta.get("seq_nr") in numbers or not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    for node in reversed(computed):
+        if not before.isdisjoint(node.users):
+            before.add(node)
+    streams = {n: autograd_nodes.stream_of(n) for n in computed if n in after and n in before}
+    return given | streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
+
+
+def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
+    """Order the stream of each node of `engine_streams` that launches nothing after the kernels of the backward that
+    compute the gradient which passes through the node.
+    """
+    if not any(streams.values()):
+        return
+    chain = dict.fromkeys(node for node in streams if node.op == "call_function" and not is_backward(node))
+    launched = _launched_by(joint, chain)
+    for node, stream in streams.items():
+        if stream and node not in launched:
+            for kernel in _bring_gradient(node, chain, launched):
+                add_before(kernel, (state(stream),))
+
+
+def prepare_parts(joint: Graph, inputs: Mapping[Node, Any]) -> Callable[[GraphModule, GraphModule], None]:
+    """Order the backward's kernels as autograd's engine does, while the whole graph is there to see. Return what places
+    the forward and the backward that the partitioner makes of it.
+
+    `inputs` maps the forward's inputs to what AOTAutograd knows of them (`InputAliasInfo`).
+    """
+    streams = engine_streams(joint, [node for node, info in inputs.items() if info.is_leaf])
+    order_after_gradients(joint, streams)
+    saved = saved_in_eager(joint)
+    unread = {node.name: info.is_leaf and info.requires_grad for node, info in inputs.items() if node not in saved}
+    return functools.partial(place_parts, engine={*streams.values()} - {CALLERS_STREAM}, unread=unread)

@@ -5,23 +5,133 @@ that are views. The notes are in the metadata of the forward (`ViewAndMutationMe
 
 - `stream_promises`: what must come after these copies (`input_mutations`);
 - `output_view_streams`: for each result, the streams on which it is viewed (`autograd_nodes.made_on`).
+
+Places the copies that AOTAutograd makes of inputs which the program updates in place.
+
+There are two: one of an input that needs a gradient, before all that the user wrote, and one that writes the new value
+back, at the end of the graph.
+
+Order work after the copies that write updates of inputs back, where autograd has to see the updates.
+
+The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
+copies it into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for
+the update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream
+that waited for the update or made it, and the host, wait once more, and an event is recorded once more.
 """
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
+import torch
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch.utils import _pytree as pytree
 
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.facts import note_fact
-from torch_overlay._functorch.streams.fx import is_view, node_stream
-from torch_overlay._functorch.streams.input_mutations import promises_of
+from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
+from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch.fx import Graph, GraphModule, Node
+
+
+_aten = torch.ops.aten
+
+
+def place_first_copies(graph: Graph) -> None:
+    """Move each copy that AOTAutograd makes of an input that needs a gradient and is updated in place. AOTAutograd puts
+    the copy before all that the user wrote; it moves to the first of the user's operations that reads it, on that
+    operation's stream.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for copy in graph.find_nodes(op="call_function", target=_aten.clone.default):
+        is_users = not copy.meta.keys().isdisjoint(("from_node", "source_fn_stack"))
+        if is_users or copy.args[0].op != "placeholder":  # type: ignore[union-attr]
+            continue
+        readers, todo = [], [copy]
+        while todo:
+            users = [user for user in todo.pop().users if user.op == "call_function" and not is_stream_op(user)]
+            todo += filter(is_view, users)
+            readers += [user for user in users if not is_view(user)]
+        if readers:
+            min(copy.users, key=place.__getitem__).prepend(copy)
+            place_on(copy, node_stream(min(readers, key=place.__getitem__)))
+
+
+def _producer(value: Any) -> Node | None:
+    """Return the operation that computes a value, below aliases and selections of an output."""
+    while isinstance(value, torch.fx.Node) and value.target in (operator.getitem, _aten.alias.default):
+        value = value.args[0]
+    return value if isinstance(value, torch.fx.Node) and value.op == "call_function" else None
+
+
+def follow_mutations(graph: Graph) -> None:
+    """Give each write-back copy the stream and the tokens of the value that it writes, not those of a later point."""
+    for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        target: Any = copy.args[0]
+        value = _producer(copy.args[1])
+        if target.op != "placeholder" or value is None:
+            continue
+        place_on(copy, node_stream(value))
+        note_fact(copy, after=fact_of(value).after, before=fact_of(value).before)
+
+
+@dataclass(frozen=True)
+class Promises:
+    """The work that must come after the epilogue's copies, by registry index: streams, and events with the streams that
+    record them.
+    """
+
+    devices: tuple[int, ...]  # on whose current streams the copies run, as `ids.written_index` has them
+    streams: tuple[int, ...]
+    events: tuple[tuple[int, int], ...]
+    host: bool
+
+    def keep(self) -> None:
+        """Make streams and the host wait for the copies, and record the events again. This runs after the copies, with
+        the objects of the graph's call.
+        """
+        copied = [objects.callers_stream(device) for device in self.devices]
+        for index in self.streams:
+            for stream in copied:
+                objects.get(index).wait_stream(stream)
+        for event, index in self.events:
+            objects.get(event).record(objects.get(index))
+        if self.host:
+            for stream in copied:
+                stream.synchronize()
+
+
+def promises_of(gm: GraphModule, count: int) -> Promises | None:
+    """Return the promises of the first `count` outputs, which the epilogue writes back; None if there are none."""
+    outputs: Any = gm.graph.output_node().args[0]
+    values = [value for value in outputs[:count] if isinstance(value, torch.fx.Node)]
+    _promise_outputs(values)
+    last = {
+        n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=torch.ops.streams.record_event.default)
+    }
+    records = {fact_of(n).requires: (event, n.args[1]) for event, n in last.items()}
+    tokens = {t for v in values for t in (state(node_stream(v)), *fact_of(v).promises)}
+    streams = streams_of(tokens) - {CALLERS_STREAM}
+    events = {records[t] for t in tokens if t in records}
+    host = any(t.is_blocking_copy or t.is_synchronization for t in tokens)
+    if not (streams or events or host):
+        return None
+    devices = {written_index(v.meta["val"].device.index or 0) for v in values if v.meta["val"].device.type == "cuda"}
+    return Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
+
+
+def _promise_outputs(values: list[Node]) -> None:
+    """Order the caller's stream after the values: the caller writes them back on its own stream."""
+    for value in values:
+        if node_stream(value) != CALLERS_STREAM:
+            add_before(value, (CALLER,))
 
 
 def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:
@@ -53,3 +163,6 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
             while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] not in nodes:
                 node = node.all_input_nodes[0]  # passes may remove the view
                 note_fact(node, is_dropped=True)
+
+
+__all__ = ["Promises", "promises_of"]

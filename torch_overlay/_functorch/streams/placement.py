@@ -18,21 +18,26 @@ events that somebody else can read, host synchronisation, queries. Each carries 
 An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over the
 stream and the tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation,
 not by where the copy stands.
+
+Keeps what a program was promised of results that an update of other elements made anew.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.range_ops import RANGES
-from torch_overlay._functorch.streams import autograd_nodes, eager_memory
-from torch_overlay._functorch.streams.backward_nodes import mark_backward
-from torch_overlay._functorch.streams.blocking_copies import keep_waits, orders_by_blocking, split_lists
-from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams import autograd_nodes, memory
+from torch_overlay._functorch.streams.backward import mark_backward
+from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
+from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import (
+    blocks_host,
     constants,
     DEALLOC,
     is_backward,
@@ -40,20 +45,104 @@ from torch_overlay._functorch.streams.fx import (
     launches_kernels,
     node_stream,
     place_on,
+    RECORD,
     viewed,
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.input_copies import follow_mutations, place_first_copies
-from torch_overlay._functorch.streams.partial_updates import promise_parts, wait_for_parts
-from torch_overlay._functorch.streams.program import Program
-from torch_overlay._functorch.streams.tokens import CALLER
+from torch_overlay._functorch.streams.memory import writers_of_elements
+from torch_overlay._functorch.streams.program import (
+    keep_waits,
+    KEPT_WITH_WAITS,
+    orders_by_blocking,
+    Program,
+    split_lists,
+)
+from torch_overlay._functorch.streams.tokens import CALLER, state, synchronization
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.fx import GraphModule, Node
+
+    from torch_overlay._functorch.streams.tokens import Token
+
+
+_streams = torch.ops.streams
+
+
+def _named(value: Node) -> Iterator[Node]:
+    """Yield a value and the views below it, down to the node whose memory the value names."""
+    root = viewed(value)
+    yield value
+    while value is not root:
+        value = value.args[0]  # type: ignore[assignment]
+        yield value
+
+
+def promise_parts(output: Node) -> list[tuple[Node, Node]]:
+    """Add the promises of the original operations to each result that holds only elements which an update in place left
+    alone. Return the results that the host must wait for instead, and their updates.
+
+    The update makes new memory, and the update's stream fills all of it. Whoever had waited for the operations that
+    computed the other elements may read the result. So a record that comes before the update is ordered after it, if no
+    operation that the host waits for or asks stands between them. Otherwise, and where the host had waited, it waits
+    for the update.
+    """
+    place = {node: i for i, node in enumerate(output.graph.nodes)}
+    records = {fact_of(n).requires: i for n, i in place.items() if n.target is RECORD}
+    moves = (RECORD, *WAITS, DEALLOC)
+    fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
+    awaited = []
+    for value in pytree.tree_leaves(output.args):
+        if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
+            continue
+        made, root = writers_of_elements(value), viewed(value)
+        if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
+            continue
+        tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in made]
+        known = {
+            t for t in set.intersection(*tokens) if not t.is_blocking_copy
+        }  # the compiler decides where a blocking copy stands
+        late = {
+            t
+            for t in known
+            if t.stream is None and (t not in records or any(records[t] < i < place[root] for i in fixed))
+        }
+        if not late <= fact_of(root).promises:
+            awaited.append((value, root))
+        for node in _named(value):
+            add_before(node, known - late)
+    return awaited
+
+
+def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
+    """Make the host wait, after all else, for the streams of the updates that `promise_parts` returned."""
+    # The partitioner leaves what has no operands out of a backward if it stands before it.
+    computed = [node for node in program.nodes[0].graph.nodes if node.op == "call_function"]
+    last = list(itertools.takewhile(lambda node: not is_backward(node), computed))[-1]
+    tokens: dict[int, Token] = {}
+    for value, root in awaited:
+        stream = node_stream(root)
+        if stream not in tokens:
+            tokens[stream] = synchronization(len(program.tokens) + len(tokens))
+            with last.graph.inserting_after(last):
+                wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
+            wait.meta = {key: root.meta[key] for key in KEPT_WITH_WAITS if key in root.meta}
+            order = len(program.ops) + len(tokens) - 1
+            note_fact(
+                wait,
+                after=(),
+                before=(),
+                requires=tokens[stream],
+                order=order,
+                reads=None,
+                eager_targets=(),
+                eager_storage=(),
+            )
+        for node in _named(value):
+            add_before(node, (tokens[stream],))
 
 
 def _place_subgraphs(gm: GraphModule) -> None:
@@ -81,8 +170,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
     program = Program(nodes)
     output = gm.graph.output_node()
-    returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
-    kept = eager_memory.results_made(output) | eager_memory.saved_in_eager(gm.graph)
+    returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams)
+    kept = memory.results_made(output) | memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
@@ -111,7 +200,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             after=tuple(sorted(waited)),
             before=tuple(sorted(before.get(maker, frozenset()) | engine)),
             leave=None if is_backward(node) else leave,
-            reads=eager_memory.foreign_reads(node, returned, kept) if reads_memory else None,
+            reads=memory.foreign_reads(node, returned, kept) if reads_memory else None,
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),
             order=program.ops.index(node) if is_stream_op(node) else None,
@@ -159,7 +248,7 @@ def place_streams(gm: GraphModule) -> None:
     place_first_copies(gm.graph)
     mark_backward(gm.graph)
     keep_waits(gm.graph)
-    eager_memory.record_inputs(gm.graph)
+    memory.record_inputs(gm.graph)
     nodes = list(gm.graph.nodes)
     _place_program(gm, [n for n in nodes if not is_backward(n)])
     _place_program(gm, [n for n in nodes if is_backward(n)])

@@ -2,6 +2,18 @@
 
 There are two vector-clock walks over the operations of one graph, in program order; `placement` writes their results on
 nodes.
+
+Find the copies between two GPUs, which eager orders with two streams though nobody wrote a wait.
+
+PyTorch runs a copy between GPUs on the stream that is current on the source's device. That stream first waits for the
+one that is current on the destination's device, which waits for it afterwards. So a copy is two waits of the user's
+stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
+node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
+
+Keeps the waits of copies between host and device for which the host waits.
+
+A program may rely on such a copy: all that the host launches later comes after it. The compiler may leave a copy out,
+and one operation on lists may be several copies, of which only some are between host and device.
 """
 
 from __future__ import annotations
@@ -12,27 +24,75 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import Leave
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
+    constants,
     DEALLOC,
+    is_backward,
     is_stream_op,
     node_stream,
     RECORD,
     SYNCHRONIZE,
     WAITS,
 )
-from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.peer_copies import PeerCopies
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM, callers_stream_index
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.fx import Node
+    from torch.fx import Graph, Node
 
     from torch_overlay._functorch.streams.tokens import Token
+
+
+_COPIES = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.copy.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.prims.device_put.default,
+)
+
+
+def _device(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.device.index if isinstance(value, torch.Tensor) and value.device.type == "cuda" else None
+
+
+class PeerCopies:
+    """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
+
+    def __init__(self) -> None:
+        from torch_overlay._dynamo import registry
+
+        streams = [i for i in registry.describe() if i.kind == "stream" and i.device is not None]
+        self.devices = {i.index: i.device.index for i in streams if i.device is not None}
+        self.callers_stream = {
+            i.device.index: i.index for i in streams if i.origin == "current" and i.device is not None
+        }
+
+    def current(self, device: int, node: Node) -> int:
+        stream = node_stream(node)
+        if stream and self.devices.get(stream) == device:
+            return stream
+        if device not in self.callers_stream:  # no operation of the user's names the stream
+            self.callers_stream[device] = callers_stream_index(device)
+        return self.callers_stream[device]
+
+    def ends(self, node: Node) -> tuple[int, int] | None:
+        """Return the streams that are current on the devices of the source and of the result; None for a node that is
+        no copy between GPUs.
+        """
+        if node.target not in _COPIES or (target := _device(node)) is None:
+            return None
+        for source in node.all_input_nodes:
+            if (device := _device(source)) is not None and device != target:
+                return self.current(device, node), self.current(target, node)
+        return None
+
 
 _streams = torch.ops.streams
 
@@ -181,3 +241,68 @@ class Program:
                 if blocks:
                     promised[stream] = promised[stream] | {self.tokens[node]}
         return found
+
+
+KEPT_WITH_WAITS = ("custom", "stack_trace", "partitioner_tag", "seq_nr")  # in `meta`, of what the host waits for
+
+_aten = torch.ops.aten
+
+
+def _is_number(node: Node) -> bool:
+    """True for the upload of a single value, such as a learning rate: nobody takes it for a synchronisation."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.dim() == 0
+
+
+def orders_by_blocking(nodes: Sequence[Node]) -> bool:
+    """True if the host learns from a copy that all work before it is done, in a program that may launch on another
+    stream afterwards, in another frame.
+    """
+    return registry.program_has_streams() and any(blocks_host(n) and not _is_number(n) for n in nodes)
+
+
+def keep_waits(graph: Graph) -> None:
+    """Insert a host wait where a copy that blocks the host may be left out: a copy that nobody reads, or one of a
+    constant. The streams of this graph are ordered as if after the copy (`Program.after`). Before a graph break and
+    after it there may be other streams, so the host waits for the copy's stream.
+    """
+    if not (registry.current().goes_on or registry.current().is_resumed):
+        return
+    read: set[Any] = set()
+    known = constants(graph)
+    for node in reversed(graph.nodes):
+        if is_stream_op(node) or node.op != "call_function":
+            read.update(node.all_input_nodes)
+            continue
+        is_read = node in read or node.is_impure()
+        # `copy` takes no more than the layout from the tensor that it overwrites.
+        sources = node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes
+        if is_read:
+            read.update(sources)
+        is_left_out = not is_read or (known.issuperset(sources) and not _is_number(node))
+        if blocks_host(node) and not is_backward(node) and is_left_out:
+            with graph.inserting_before(node):
+                wait = graph.call_function(_streams.synchronize_stream.default, (node_stream(node),))
+            wait.meta = {key: node.meta[key] for key in KEPT_WITH_WAITS if key in node.meta}
+
+
+def split_lists(graph: Graph) -> None:
+    """Split `_foreach_copy_` between host and device into single copies, one after the other, as eager does."""
+    for node in graph.find_nodes(op="call_function", target=_aten._foreach_copy.default):
+        targets, sources, *waits = node.args
+        devices = {value.meta["val"].device.type for value in (*targets, *sources)}
+        if len(devices) == 1:
+            continue
+        given = (node.kwargs["non_blocking"],) if "non_blocking" in node.kwargs else tuple(waits)
+        made = []
+        with graph.inserting_before(node):
+            for target, source, value in zip(targets, sources, node.meta["val"]):
+                made.append(graph.call_function(_aten.copy.default, (target, source, *given)))
+                made[-1].meta = {**node.meta, "val": value}
+        for user in list(node.users):
+            user.replace_all_uses_with(made[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+__all__ = ["PeerCopies"]

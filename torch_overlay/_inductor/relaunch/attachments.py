@@ -11,9 +11,8 @@ import torch
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of
-from torch_overlay._inductor.relaunch.capture.checks import checks, names_in
-from torch_overlay._inductor.relaunch.capture.streams import CALLERS, exchanges
-from torch_overlay._inductor.relaunch.host_memory import Keeper, keepers
+from torch_overlay._inductor.relaunch.capture.recording import CALLERS, checks, exchanges, names_in
+from torch_overlay._inductor.relaunch.keys import Keeper, keepers
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.streams.runtime import Spec
 
@@ -21,7 +20,7 @@ from torch_overlay._inductor.streams.runtime import Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch_overlay._inductor.relaunch.capture.streams import Instead
+    from torch_overlay._inductor.relaunch.capture.recording import Instead
 
 
 def exchanged_copy_streams(instead: Instead) -> contextlib.AbstractContextManager[None]:

@@ -1,11 +1,20 @@
 """Lists why work runs outside of CUDA graphs: a code, a title and a remedy for each cause.
 
 A refusal, a split and a drop all name a code of this table. `docs/cuda_graphs.md` lists the same codes.
+
+Reports compiled code that asked for a CUDA graph and gets none, and why.
+
+A refusal has a reason code of `causes`, a text, and where they are known the operator and the user's line. Each
+different refusal of a region is logged once and kept for `refusals()`; all are counted. The code then runs as compiled.
+
+Describes compiled code that asks for a CUDA graph.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -141,3 +150,75 @@ def of_partition(reason: str) -> str:
         if reason.startswith(begin):
             return code
     return "split-host" if reason.endswith(" ops") else "split-other"
+
+
+# Namespaces of operators that communicate with other processes: Note [Collectives], in `policy`.
+COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Refused:
+    code: Code
+    reason: str
+    message: str
+    operator: str = ""
+    line: str = ""
+
+    @property
+    def remedy(self) -> str:
+        return CAUSES[self.reason].remedy
+
+    def __str__(self) -> str:
+        where = f" (the region begins at {self.code.source})" if self.code.source else ""
+        if self.line:
+            where = f" ({self.line})"
+        return f"{self.code.name} runs without a CUDA graph [{self.reason}]: {self.message}{where}"
+
+
+_refused: list[Refused] = []
+_MOST_REFUSED = 1000
+
+
+def refuse(found: Refused) -> None:
+    """Log and count one refusal. Raises if the user asked for graphs or an error (`triton.cudagraph_or_error`)."""
+    import torch._inductor.config
+    from torch._dynamo.utils import counters
+
+    counters["torch_overlay"]["cudagraph_refusals"] += 1
+    if found not in _refused:
+        log.warning("%s", found)
+        if len(_refused) < _MOST_REFUSED:
+            _refused.append(found)
+    if torch._inductor.config.triton.cudagraph_or_error:
+        raise RuntimeError(str(found))
+
+
+def refused() -> list[Refused]:
+    """Return the refusals of this process, each once."""
+    return list(_refused)
+
+
+def refusals() -> list[str]:
+    return list(map(str, _refused))
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled region as its compiler describes it: properties that are the same at each call."""
+
+    name: str
+    device: int
+    static_inputs: tuple[int, ...] = ()
+    mutated_inputs: tuple[int, ...] = ()  # that it may write to
+    saved_outputs: frozenset[int] = frozenset()  # saved tensors for the backward, which the user doesn't see
+    is_backward: bool = False
+    source: str = ""  # the first line of the user's program that the region was compiled from
+    compile_id: Any = None  # Dynamo's, of the frame that it was compiled for, if that could be cut at an operator
+    # Positions of numbers that no tensor's size or stride depends on; negative ones count from the end.
+    numbers: frozenset[int] = frozenset()
+
+    @property
+    def is_training(self) -> bool:
+        return self.is_backward or bool(self.saved_outputs)

@@ -15,16 +15,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch import refusals
-from torch_overlay._inductor.relaunch.causes import CAUSES
+from torch_overlay._inductor.relaunch.causes import CAUSES, refused as all_refused
 from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.compiled_code import Code
-    from torch_overlay._inductor.relaunch.partitions import Partitions
+    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.notes import Partitions
     from torch_overlay._inductor.relaunch.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def forget() -> None:
     """Drop the counts of code that `torch._dynamo.reset()` has dropped."""
     global _forgotten
     live.clear()
-    _forgotten = len(refusals.refused())
+    _forgotten = len(all_refused())
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,7 @@ def coverage() -> Coverage:
     breaks = Counter({_one_line(reason): count for reason, count in counters["graph_break"].items()})
     refused = [
         Outside(r.reason, r.operator, r.line or r.code.source, r.message, r.remedy, 0, 0)
-        for r in refusals.refused()[_forgotten:]
+        for r in all_refused()[_forgotten:]
         if r.reason == "cpp-wrapper"  # Inductor turns graphs off before it compiles
     ]
     return Coverage(tuple(functions), tuple(refused), tuple(breaks.most_common()))

@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor.relaunch import notes
-from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.user_lines import source_line
 
 

@@ -15,7 +15,8 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import attachments, notes, partitions
+from torch_overlay._inductor.relaunch import attachments, notes
+from torch_overlay._inductor.relaunch.capture.device import prepare_early
 from torch_overlay._inductor.relaunch.describe import describe_whole
 from torch_overlay._inductor.relaunch.policy import (
     is_asked,
@@ -25,8 +26,8 @@ from torch_overlay._inductor.relaunch.policy import (
     RelaunchPolicy,
     wrapping,
 )
-from torch_overlay._inductor.relaunch.rewrites.compiled import is_wanted, residing, rewritten
 from torch_overlay._inductor.relaunch.rewrites.graph import current, move_numbers
+from torch_overlay._inductor.relaunch.rewrites.resident import is_wanted, residing, rewritten
 from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
 
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import GraphModule
+
 
 RELAUNCH = RelaunchPolicy()
 attachments.attach()
@@ -138,7 +140,7 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
     """Seam: True for what we split off, too."""
-    return original(node) or (are_ours() and partitions.is_unsafe(node))
+    return original(node) or (are_ours() and notes.is_unsafe(node))
 
 
 def log_graph_partitions(
@@ -147,7 +149,7 @@ def log_graph_partitions(
     """Override Scheduler._log_graph_partitions: note each partition."""
     from torch._inductor.virtualized import V
 
-    partitions.note(V.graph, scheduler, parts, signatures)
+    notes.note_partitions(V.graph, scheduler, parts, signatures)
     original(scheduler, parts, signatures)
 
 
@@ -172,3 +174,19 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
         with inductor_config.patch(allow_buffer_reuse=False):
             return original(wrapper)
     return original(wrapper)
+
+
+def memory_stats(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Seam of torch.cuda.memory.memory_stats_as_nested_dict."""
+    from torch_overlay._inductor.relaunch.capture.address_space import drop_empty_pools
+
+    stats = original(*args, **kwargs)
+    drop_empty_pools(stats)
+    return stats
+
+
+def wait_for_kernels(original: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: dict[str, Any]) -> None:
+    """Seam of AsyncCompile.wait: prepare for captures while the workers compile."""
+    if inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch":
+        prepare_early()
+    original(compiler, scope)

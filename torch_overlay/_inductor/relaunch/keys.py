@@ -5,20 +5,63 @@ A graph keeps the numbers of its capture, so two calls share a graph only if no 
 
 A small tensor in host memory is in the key by its values, one in memory that lives as long as the graph
 (`host_memory`) by the identity of that.
+
+Compares values by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself.
+
+Knows which memory of the host lives as long as graphs that hold its address.
+
+A graph may copy to and from such memory, for nobody frees it meanwhile. Who has it says so in `keepers`.
 """
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
-
-from torch_overlay._inductor.relaunch import host_memory
-from torch_overlay._inductor.relaunch.exact import exact
+import struct
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
+
+
+bits_of = struct.Struct("<d").pack
+
+
+def bit_key(value: Any) -> Any:
+    """Return an object that equals that of another value if and only if both have the same type and the same bits."""
+    kind = type(value)
+    if kind is int:
+        return value
+    if isinstance(value, float):
+        return kind, bits_of(value)
+    if isinstance(value, complex):
+        return kind, bits_of(value.real), bits_of(value.imag)
+    if isinstance(value, (tuple, list)):
+        return kind, tuple(map(bit_key, value))
+    return kind, value
+
+
+class Keeper(NamedTuple):
+    """An owner of such memory. `identity(tensor)` tells the tensor's memory from all that may later have its address;
+    None if it isn't the owner's."""
+
+    holds: Callable[[int], bool]
+    identity: Callable[[torch.Tensor], Hashable | None]
+
+
+keepers: list[Keeper] = []
+
+
+def holds(address: int) -> bool:
+    """Return whether the address lies in such memory."""
+    return any(keeper.holds(address) for keeper in keepers)
+
+
+def identity(tensor: torch.Tensor) -> Hashable | None:
+    """Return the identity of the tensor's memory; None if it is any memory of the host."""
+    return next((found for keeper in keepers if (found := keeper.identity(tensor)) is not None), None)
+
 
 LARGEST_HOST_TENSOR = 8  # values; up to here they become a part of the key
 LARGE = object()  # in a key: a tensor in host memory with more values, so there can be no graph
@@ -29,14 +72,14 @@ def key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence
     if not numbers and not scalars:
         return lambda inputs: ()
     if not scalars:
-        return lambda inputs: tuple([v if type(v := inputs[k]) is int else exact(v) for k in numbers])
-    return lambda inputs: (*[exact(inputs[k]) for k in numbers], *[host_value(inputs[k]) for k in scalars])
+        return lambda inputs: tuple([v if type(v := inputs[k]) is int else bit_key(v) for k in numbers])
+    return lambda inputs: (*[bit_key(inputs[k]) for k in numbers], *[host_value(inputs[k]) for k in scalars])
 
 
 def host_value(tensor: torch.Tensor) -> Any:
     if not tensor.dim():
-        return tensor.dtype, exact(tensor.item())
+        return tensor.dtype, bit_key(tensor.item())
     if tensor.numel() > LARGEST_HOST_TENSOR:
-        found = host_memory.identity(tensor)
+        found = identity(tensor)
         return LARGE if found is None else found
-    return (tensor.dtype, *map(exact, tensor.flatten().tolist()))
+    return (tensor.dtype, *map(bit_key, tensor.flatten().tolist()))

@@ -8,7 +8,7 @@ from typing import Protocol, TYPE_CHECKING
 from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.capture import recording
-from torch_overlay._inductor.relaunch.launch import launcher, relaunch
+from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 
 
@@ -44,7 +44,7 @@ def counts() -> dict[str, int]:
     return {
         "runners": sum(bool(runner.states) for runner in list(runners)),
         "templates": len(relaunch.live),
-        "execs": len({id(each.graph) for each in launcher.live_launchers}),
+        "execs": len({id(each.graph) for each in executable.live_launchers}),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
     }
 
@@ -63,4 +63,4 @@ def bare_replays() -> list[Callable[[], None]]:
     """Return functions that launch the live graphs without patching any pointer, for benchmarks. Graphs without an
     executable have none."""
     launchers = [r.launcher for r in list(relaunch.live) if r.totals[0]]
-    return [each.replay for each in launchers if not isinstance(each, launcher.ByNode)]
+    return [each.replay for each in launchers if not isinstance(each, executable.ByNode)]

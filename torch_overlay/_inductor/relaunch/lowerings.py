@@ -46,11 +46,11 @@ def _split_off_alone(lower: Callable[..., Any]) -> Callable[..., Any]:
         from torch._inductor.virtualized import V
 
         from torch_overlay import config
-        from torch_overlay._inductor.relaunch import partitions
+        from torch_overlay._inductor.relaunch import notes
 
         result = lower(*args, **kwargs)
         if config.cudagraphs == "relaunch":
-            partitions.give_back_graphs(V.graph)
+            notes.give_back_graphs(V.graph)
         return result
 
     return lower_branches

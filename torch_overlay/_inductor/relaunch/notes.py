@@ -1,21 +1,158 @@
 """Notes what only the FX graph says of compiled code, for the code's description (`describe`). The FX graph is not
 available later, when the code is taken from a cache: the notes are pickled with it.
+
+Notes what Inductor splits off from CUDA graphs, and why: the notes are pickled with the compiled code.
 """
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
-from torch_overlay._inductor.relaunch import partitions
-from torch_overlay._inductor.relaunch.partitions import Partitions
+from torch_overlay._inductor.relaunch import attention_seeds, split_off
+from torch_overlay._inductor.relaunch.capture.culprit import name_of
+from torch_overlay._inductor.relaunch.causes import COMMUNICATION, of_partition
+from torch_overlay._inductor.user_lines import source_line, trace_near
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+CONTROL_FLOW = ("cond", "switch", "while_loop", "while_loop_stack_output", "scan")
+OF_THE_HOST = ("streams_offload::slab.default", "streams_offload::in_use.default")  # offload's memory, and its notes
+LAUNCH_NOTHING = ("split-streams", "split-zeros")
+SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
+
+
+class SplitOff(NamedTuple):
+    """What one operation between graphs is, and why it is there."""
+
+    code: str  # of `causes`
+    reason: str
+    operator: str
+    line: str
+    kernels: int
+
+
+class Partitions(NamedTuple):
+    """The number of kernels of each partition that gets a graph, in order, with the line of the first, and the names of
+    the symbols that are its last inputs; and what is split off. Kernels are counted in generated code, where each call
+    of a library or a custom operator is one."""
+
+    graphs: tuple[tuple[int, str, tuple[str, ...]], ...] = ()
+    split_off: tuple[SplitOff, ...] = ()
+
+    def plain(self) -> tuple[Any, ...]:
+        """Return it without types, for the cache: a pickle of these doesn't depend on where this module is."""
+        return self.graphs, tuple(map(tuple, self.split_off))
+
+    @staticmethod
+    def read(plain: tuple[Any, ...]) -> Partitions:
+        return Partitions(tuple(plain[0]), tuple(SplitOff(*row) for row in plain[1])) if plain else Partitions()
+
+
+def graph_partitions(graph: Any) -> Partitions:
+    """Return the notes of a graph that Inductor has generated code for."""
+    found = getattr(graph, "relaunch_partitions", None)
+    if found is None:  # it isn't partitioned
+        scheduler = getattr(graph, "scheduler", None)
+        found = Partitions() if scheduler is None else Partitions(((*_counted(scheduler.nodes), ()),))
+    return found
+
+
+def note_partitions(graph: Any, scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """Note the partitions of a graph for `of_graph`, when the scheduler has made them."""
+    counted, rows = [], []
+    for partition, signature in zip(partitions, signatures):
+        if signature.skip_cudagraph:
+            rows += [_why(scheduler, node) for node in partition if _launches(node)]
+        else:
+            counted.append((*_counted(partition), tuple(symbol.name for symbol in signature.symbol_inputs)))
+    graph.relaunch_partitions = Partitions(tuple(counted), tuple(rows))
+
+
+def _counted(nodes: Sequence[Any]) -> tuple[int, str]:
+    launched = list(filter(_launches, nodes))
+    return len(launched), next(filter(None, map(_line_of, launched)), "")
+
+
+def _launches(node: Any) -> bool:
+    """True if generated code launches something for a node of the schedule: not for memory that nothing fills, nor for
+    one of several results of an operator, nor for a number that is read of host memory, nor for `OF_THE_HOST`."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    if (overload := getattr(node.node, "op_overload", None)) is not None and name_of(overload) in OF_THE_HOST:
+        return False
+    if isinstance(node.node, ir.DynamicScalar):
+        read: Any = node.node.inputs[0]
+        return read.get_device().type != "cpu"
+    return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, (ir.MultiOutput, ir.AssertScalar))
+
+
+def _why(scheduler: Any, node: Any) -> SplitOff:
+    reason = scheduler.should_partition(node) or SMALL
+    code = of_partition(reason)
+    fx_node = getattr(node.node, "fx_node", None)
+    overload = getattr(node.node, "op_overload", None) or getattr(fx_node, "target", None)
+    operator = name_of(overload) if overload is not None else ""
+    if fx_node is not None and is_control_flow(fx_node):
+        code, reason = "split-control-flow", f"control flow: {operator}"
+    elif operator.startswith("streams::"):
+        code = "split-streams"
+    elif code == "split-unsafe":
+        if operator in split_off.failed():
+            code, reason = "split-failed", f"{operator} {split_off.failed()[operator]}"
+        elif getattr(overload, "namespace", None) in COMMUNICATION:
+            code, reason = "split-collective", f"a collective: {operator}"
+    if operator and operator not in reason:
+        reason = f"{reason} ({overload})"
+    return SplitOff(code, reason, operator, _line_of(node), kernels=code not in LAUNCH_NOTHING)
+
+
+def _line_of(node: Any) -> str:
+    """Return the user's line of a node of the schedule. A kernel has the line of its last operation."""
+    found = []
+    for each in node.get_nodes():
+        if (one := getattr(each.node, "fx_node", None)) is not None:
+            found.append(one)
+        elif each.node is not None:
+            found += sorted(each.node.get_origins())  # in the order of the FX graph
+    traces = [trace for origin in found if (trace := origin.stack_trace)] or list(map(trace_near, found))
+    return source_line(traces[-1]) if traces else ""
+
+
+def is_control_flow(node: Any) -> bool:
+    """True if the host decides by a tensor what a node of an FX graph launches."""
+    import torch
+
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in CONTROL_FLOW
+
+
+def is_unsafe(node: Any) -> bool:
+    """True if an FX node can't be in a graph for a reason that is ours: a collective (`policy`, Note [Collectives]),
+    control flow, attention that returns its seeds, or an operator in which a capture failed."""
+    from torch._inductor.virtualized import V
+
+    return (
+        getattr(node.target, "namespace", None) in COMMUNICATION
+        or is_control_flow(node)
+        or attention_seeds.are_returned(node, V.graph.user_visible_output_strides)
+        or (bool(split_off.failed()) and name_of(node.target) in split_off.failed())
+    )
+
+
+def give_back_graphs(graph: Any) -> None:
+    """Undo that control flow has just taken CUDA graphs from the whole code, where it is split off alone."""
+    import torch._inductor.config as inductor_config
+
+    is_taken = (graph.disable_cudagraphs_reason or "").startswith("control flow operator")
+    if is_taken and inductor_config.graph_partition:
+        graph.disable_cudagraphs_reason = None
 
 
 def note(compiled: Any, graph: Any, gm: Any) -> None:
@@ -23,7 +160,7 @@ def note(compiled: Any, graph: Any, gm: Any) -> None:
     `graph`: Inductor's graph, whose code is generated; `gm`: the FX graph that it was lowered from."""
     (output,) = gm.graph.find_nodes(op="output")
     compiled.relaunch_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
-    found = partitions.of_graph(graph)
+    found = graph_partitions(graph)
     compiled.relaunch_partitions = found.plain()
     compiled.relaunch_numbers = free_numbers(gm, found)
 

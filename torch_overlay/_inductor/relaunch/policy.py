@@ -53,12 +53,10 @@ from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
-from torch_overlay._inductor.relaunch.capture.streams import exchanges
-from torch_overlay._inductor.relaunch.causes import Cause, CAUSES
-from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.capture.recording import exchanges
+from torch_overlay._inductor.relaunch.causes import Cause, CAUSES, Code, refuse, Refused
 from torch_overlay._inductor.relaunch.describe import compiled_frame, describe, describe_partition, describe_whole
 from torch_overlay._inductor.relaunch.on_reset import on_reset
-from torch_overlay._inductor.relaunch.refusals import refuse, Refused
 
 
 if TYPE_CHECKING:

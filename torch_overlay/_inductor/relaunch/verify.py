@@ -14,14 +14,14 @@ import torch
 
 from torch_overlay._inductor.relaunch.attention_seeds import may_be_seed
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.exact import exact
+from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, OfStorage, Repeated, SameInput
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.causes import Code
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
 
@@ -162,7 +162,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def describe_difference(want: Any, got: Any, exactly: bool = False) -> str | None:
     """Return a text that says how two results differ; None if they agree, within a tolerance if not `exactly`."""
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
-        return None if want is got or exact(want) == exact(got) else f"{got!r} instead of {want!r}"
+        return None if want is got or bit_key(want) == bit_key(got) else f"{got!r} instead of {want!r}"
     for attribute in ("dtype", "device", "shape"):
         if getattr(want, attribute) != getattr(got, attribute):
             return f"{attribute} {getattr(got, attribute)} instead of {getattr(want, attribute)}"

@@ -31,7 +31,7 @@ from torch_overlay._inductor.streams.graph_facts import (
     stream_devices,
 )
 from torch_overlay._inductor.streams.planned_region import needs_plan
-from torch_overlay._inductor.streams.region_definition import (
+from torch_overlay._inductor.streams.region_names import (
     declare_runtime,
     define_region,
     Operation,

@@ -19,10 +19,9 @@ from torch_overlay._inductor.scheduler_nodes import makes_lazy_zeros, stream_ope
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
 from torch_overlay._inductor.streams.planned_region import needs_plan
-from torch_overlay._inductor.streams.region_definition import root_of
+from torch_overlay._inductor.streams.region_names import root_of
 from torch_overlay._inductor.streams.regions import place_workspaces, planned, stream_of_memory
-from torch_overlay._inductor.streams.shown_blocks import show_blocks
-from torch_overlay._inductor.streams.switching import share_memory, switch_streams
+from torch_overlay._inductor.streams.switching import share_memory, show_blocks, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
 from torch_overlay._stream_handling import handles_streams
 

@@ -28,13 +28,11 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.graph_results import results_are_in_pool
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of
-from torch_overlay._inductor.streams import plan_log
+from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.region_definition import Operation, record_stream_text, root_of
-from torch_overlay._inductor.streams.region_names import RegionNames
-from torch_overlay._inductor.streams.returned_memory import users_of_results
-from torch_overlay._inductor.streams.saved_memory import note_owners
+from torch_overlay._inductor.streams.region_names import Operation, record_stream_text, RegionNames, root_of
+from torch_overlay._inductor.streams.saved_memory import note_owners, users_of_results
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
 from torch_overlay._inductor.user_lines import source_line
@@ -121,7 +119,7 @@ class RegionEmitter(RegionNames):
     # -- the region's lines
 
     def begin(self) -> None:
-        plan_log.publish(self.plan)
+        planned_region.publish_plan(self.plan)
         self.wrapper.writeline(BeginRegion(self))
         self.entry += map(self.at_boundary, self.records(ENTRY, ENTRY))
         self.entry += [self.at_boundary(wait) for wait in self.waits(0) if self.is_wait_at_entry(wait[1], wait[2], 0)]

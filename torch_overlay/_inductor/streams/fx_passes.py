@@ -5,15 +5,47 @@ becomes `x`, and `x` takes the addition's place and stream), or create nodes tha
 node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces
 (`pass_log`, `new_node_placement`). Where a node was removed because it did nothing, its readers take over the tokens
 that the caller relies on.
+
+Log the nodes that a pass over an FX graph makes, and the nodes that they replace.
+
+A pass works in steps: it creates nodes, then replaces or erases the old ones. FX reports each change to hooks of the
+graph's module, so the log knows of each new node which nodes it replaces:
+
+- the nodes whose readers it was given to, and what the same step erases of the same operands;
+- for a write in place, which nobody reads: the nodes that go in the same step and read the same values.
+
+Where a node is made and replaced within the pass, its replacement also replaces what that node had replaced.
+
+Place every operation that a pass makes: give it a stream, and tokens for what the caller relies on.
+
+A new node without a placement of its own is placed by the first of these rules that applies:
+
+1. A node takes the placement of those that it replaces (`pass_log`).
+2. A node that replaces none is computed for its readers, and runs where they do.
+3. A node that nobody reads but the caller runs where its operands were computed.
+
+Where those nodes are on several streams, the node takes the stream that its operands come from, or the first: any is
+right, for the planner orders what crosses streams. Tokens taken from another stream's node keep their meaning, so the
+node also gets the token of that stream's state.
+
+Keep updates of parts of one tensor from several streams in place.
+
+`torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
+scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
+updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
+whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
+are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.fx_passes import reinplace
 
-from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.facts import (
     add_after,
     add_before,
@@ -24,18 +56,260 @@ from torch_overlay._functorch.streams.facts import (
     note_fact,
     union_of_facts,
 )
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, is_view, node_stream, place_on, viewed
+from torch_overlay._functorch.streams.ids import is_copy_stream
+from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
-from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes
-from torch_overlay._inductor.streams.pass_log import COPY_OF, PassLog, Placed
+from torch_overlay._stream_handling import handles_streams
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
 
     from torch.fx import Graph, GraphModule, Node
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
     from torch_overlay._functorch.streams.tokens import Token
+
+
+COPY_OF = "stream_copy_of"  # in `meta`, of a copy that a pass keeps: the name of the node that it stands for
+
+_open: dict[GraphModule, PassLog] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A node's `custom` before a pass, the nodes that it read, its readers, and whether it was a view, which its
+    operands tell: a pass may have taken them away.
+    """
+
+    custom: dict[str, Any] | None
+    inputs: frozenset[Node]
+    users: frozenset[Node]
+    is_view: bool
+
+
+@dataclasses.dataclass
+class _Step:
+    made: list[Node] = dataclasses.field(default_factory=list)
+    replaced: dict[Node, None] = dataclasses.field(default_factory=dict)
+    erased: dict[Node, None] = dataclasses.field(default_factory=dict)
+
+
+class PassLog:
+    """The log of one pass over a graph. Its hooks are registered on the graph's module until `close`."""
+
+    def __init__(self, gm: GraphModule, before: dict[Node, Placed]) -> None:
+        self.before = before
+        self._gm = gm
+        self._steps = [_Step()]
+        self._step_of: dict[Node, _Step] = {}  # of a node that the pass made
+        self._inputs: dict[Node, frozenset[Node]] = {}  # of a node that the pass made and erased
+        self._heirs: dict[Node, dict[Node, None]] = {}  # replaced node -> what its readers were given
+        self._given: dict[Node, dict[Node, None]] = {}  # what readers were given -> replaced nodes
+        self._names = {node.name: node for node in before}
+        self._hooks = self._register()
+
+    @staticmethod
+    def of(graph: Graph) -> PassLog | None:
+        """Return the open log of a graph's module."""
+        return None if graph.owning_module is None else _open.get(graph.owning_module)
+
+    def _register(self) -> tuple[Callable[..., None], ...]:
+        # Functions, not bound methods: a pass may copy the module deeply, and its hooks with it.
+        def on_create(node: Node) -> None:
+            if self._steps[-1].replaced or self._steps[-1].erased:
+                self._steps.append(_Step())
+            self._steps[-1].made.append(node)
+            self._step_of[node] = self._steps[-1]
+            self._names[node.name] = node
+
+        def on_replace(old: Node, new: str, user: Node) -> None:
+            heir = self._names.get(new)
+            if heir is not None and heir is not old:
+                self._heirs.setdefault(old, {})[heir] = None
+                self._given.setdefault(heir, {})[old] = None
+                self._steps[-1].replaced[old] = None
+
+        def on_erase(node: Node) -> None:
+            if node in self._step_of:
+                self._inputs[node] = frozenset(node.all_input_nodes)
+            self._steps[-1].erased[node] = None
+
+        def on_deepcopy(copy: GraphModule) -> None:
+            self._unregister(copy)
+
+        _open[self._gm] = self
+        hooks = (on_create, on_replace, on_erase, on_deepcopy)
+        for hooked, hook in zip(_hook_lists(self._gm), hooks):
+            hooked.append(hook)
+        return hooks
+
+    def _unregister(self, gm: GraphModule) -> None:
+        for hooked, hook in zip(_hook_lists(gm), self._hooks):
+            if hook in hooked:
+                hooked.remove(hook)
+
+    def close(self) -> None:
+        _open.pop(self._gm, None)
+        self._unregister(self._gm)
+
+    def replaced(self, graph: Graph) -> dict[Node, list[Node]]:
+        """Return the new operations, each with the nodes from before the pass that it replaces."""
+        left = set(graph.nodes)
+        new = [node for node in graph.nodes if node not in self.before and node.op == "call_function"]
+        return {node: list(self._origins(node, left, {node})) for node in new}
+
+    def _origins(self, node: Node, left: set[Node], seen: set[Node]) -> Iterator[Node]:
+        gone = [old for old in self._given.get(node, ()) if old not in left]
+        if gone and node in self._step_of:
+            gone += self._erased_with(node, left)
+        elif not gone and (node not in left or is_write(node)):
+            gone = self._gone_with(node, left)
+        for old in gone:
+            if old not in seen:
+                seen.add(old)
+                if old in self.before:
+                    yield old
+                else:
+                    yield from self._origins(old, left, seen)
+
+    def _erased_with(self, node: Node, left: set[Node]) -> list[Node]:
+        """Return the operations that the step erases without giving their readers anything else: the new node does
+        their work.
+        """
+        erased = [old for old in self._step_of[node].erased if old not in left and old not in self._heirs]
+        return self._that_read(erased, self._read(node))
+
+    def _gone_with(self, node: Node, left: set[Node]) -> list[Node]:
+        step = self._step_of.get(node)
+        if step is None:
+            return []
+        operands = frozenset().union(*map(self._read, step.made))
+        others: Iterable[Iterable[Node]] = (step.replaced, step.erased)
+        return next(
+            (
+                gone
+                for nodes in others
+                if (gone := self._that_read([n for n in nodes if n not in left and n not in step.made], operands))
+            ),
+            [],
+        )
+
+    def _that_read(self, nodes: Iterable[Node], operands: frozenset[Node]) -> list[Node]:
+        return [n for n in nodes if not operands.isdisjoint({*self._read(n), *self._heirs.get(n, ())})]
+
+    def _read(self, node: Node) -> frozenset[Node]:
+        if node in self.before:
+            return self.before[node].inputs
+        return self._inputs.get(node) or frozenset(node.all_input_nodes)
+
+
+def _hook_lists(gm: GraphModule) -> tuple[list[Callable[..., Any]], ...]:
+    return gm._create_node_hooks, gm._replace_hooks, gm._erase_node_hooks, gm._deepcopy_hooks
+
+
+def is_write(node: Node) -> bool:
+    """True if the node writes in place, or nobody reads it: then it is there for what it writes."""
+    schema = getattr(node.target, "_schema", None)
+    return not node.users or (isinstance(schema, torch._C.FunctionSchema) and schema.is_mutable)
+
+
+Custom = dict[str, Any]
+
+
+def is_placed(custom: Custom | None) -> bool:
+    """True if the tokens are known, even if there are none."""
+    return fact_in(custom).is_placed
+
+
+def needs_streams(custom: Custom | None) -> bool:
+    """True if a graph with a node of this metadata has to be placed."""
+    return custom is not None and bool(custom.get("stream") or fact_in(custom).has_tokens)
+
+
+class NewNodes:
+    """Places the new nodes of a pass. `replaced`: the new nodes in the order of the graph, each with those that it
+    replaces. Nodes of a region's body have streams and no tokens (`has_tokens`).
+    """
+
+    def __init__(self, replaced: Mapping[Node, Sequence[Node]], before: Mapping[Node, Placed]) -> None:
+        self.replaced, self.before = replaced, before
+        self.has_tokens = any(is_placed(placed.custom) for placed in before.values())
+
+    def place(self) -> None:
+        todo = [node for node in self.replaced if not is_stream_op(node) and not self._is_placed(node)]
+        left = []
+        for node in reversed(todo):
+            if gone := [c for old in self.replaced[node] if (c := self._known(self.before[old].custom)) is not None]:
+                _place(node, gone)
+                _keep_marks(node, gone)
+            elif readers := self._readers(node):
+                same_work = all(reader in self.replaced for reader in readers)
+                _place(node, [reader.meta.get("custom", {}) for reader in readers], reads=same_work)
+            else:
+                left.append(node)
+        for node in reversed(left):
+            makers = [viewed(value) for value in node.all_input_nodes]
+            made = [self._known(maker.meta.get("custom")) for maker in makers if _computes(maker)]
+            if known := [custom for custom in made if custom is not None]:
+                _place(node, known, reads=False)
+
+    def _known(self, custom: Custom | None) -> Custom | None:
+        """Return the metadata of a node; None if the node isn't placed."""
+        if not self.has_tokens:
+            return custom or {}
+        return custom if is_placed(custom) else None
+
+    def _is_placed(self, node: Node) -> bool:
+        custom = node.meta.get("custom")
+        return is_placed(custom) if self.has_tokens else bool(custom)
+
+    def _readers(self, node: Node) -> list[Node]:
+        """Return the placed operations that read a value, also through its views; only the views if there are no
+        others.
+        """
+        views: list[Node] = []
+        found: list[Node] = []
+        todo = list(node.users)
+        while todo:
+            user = todo.pop(0)
+            if _computes(user) and not is_stream_op(user) and self._known(user.meta.get("custom")) is not None:
+                (views if is_view(user) else found).append(user)
+                todo += user.users if is_view(user) else ()
+        return found or views
+
+
+def _computes(node: Node) -> bool:
+    """True for an operation that isn't a copy of a saved value to the host or back: those have streams of their own."""
+    return node.op == "call_function" and not is_copy_stream(node_stream(node))
+
+
+def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
+    streams = [custom.get("stream") or 0 for custom in customs]
+    operands = {node_stream(viewed(value)) for value in node.all_input_nodes if value.op == "call_function"}
+    stream = node_stream(node) or next((s for s in streams if s in operands), streams[0])
+    place_on(node, stream)
+    made = union_of_facts(list(map(fact_in, customs)))
+    for name in made.keys() & {"after", "before"}:
+        made[name] = tuple(sorted({*made[name], *map(state, streams)} - {state(stream)}))
+    if not reads or {*streams} != {stream}:
+        made["reads"] = None
+    note_fact(node, **made)
+
+
+def _keep_marks(node: Node, gone: Sequence[Custom]) -> None:
+    """Keep the token of a copy that blocks the host (`requires`), and the mark that a result isn't returned
+    (`is_dropped`).
+    """
+    facts = list(map(fact_in, gone))
+    required = {fact.requires for fact in facts} - {None}
+    if len(required) == 1 and blocks_host(node):
+        note_fact(node, requires=required.pop())
+    if all(fact.is_dropped for fact in facts):
+        note_fact(node, is_dropped=True)
 
 
 def has_streams(graph: Graph) -> bool:
@@ -165,3 +439,117 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
             elif not taken:
                 continue
         seen.add(user)
+
+
+IN_PLACE = "stream_scatter_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
+
+
+@contextlib.contextmanager
+def mark_shared(graph: Graph) -> Iterator[None]:
+    """Mark scatters whose values several streams use, in a graph whose pass is logged, until upstream has decided."""
+    marked: list[Node] = []
+    if (log := PassLog.of(graph)) is not None:
+        _remove_writes_of_what_is_there(graph)
+        NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
+        marked = list(_shared(graph))
+    for node in marked:
+        node.meta[IN_PLACE] = True
+    try:
+        yield
+    finally:
+        for node in marked:
+            del node.meta[IN_PLACE]
+
+
+def _remove_writes_of_what_is_there(graph: Graph) -> None:
+    """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
+    for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
+        base, part, views = node.args
+        shown: list[tuple[Any, ...]] = []
+        while part is not base and isinstance(part, torch.fx.Node) and is_view(part):
+            shown.insert(0, (part.target, part.args[1:], part.kwargs))
+            part = part.args[0]
+        if part is base and shown == [(view.target, tuple(view.args), view.kwargs) for view in views]:
+            node.replace_all_uses_with(base)
+            graph.erase_node(node)
+
+
+def _shared(graph: Graph) -> Iterable[Node]:
+    """Yield the scatters of each chain (the base of one is the result of another) whose values several streams use, in
+    this graph or, if the base is an input, in the code around the graph.
+    """
+    has_streams = any(map(node_stream, graph.nodes))
+    chains: dict[Node, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
+        if node.meta["val"].device.type == "cpu":
+            continue
+        base: Any = node.args[0]
+        chains[node] = chains.get(base, [])
+        chains[node].append(node)
+    for chain in {id(chain): chain for chain in chains.values()}.values():
+        is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
+        if has_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
+            yield from chain
+
+
+def _streams_of_readers(node: Node) -> set[int]:
+    """Return the streams on which a value is read, also through views."""
+    found: set[int] = set()
+    for user in node.users:
+        if is_view(user):
+            found |= _streams_of_readers(user)
+        elif user.op == "call_function" and not is_stream_op(user):
+            found.add(node_stream(user))
+    return found
+
+
+def observer_init(original: Callable[..., None], observer: GraphTransformObserver, *args: Any, **kwargs: Any) -> None:
+    override(observer, __enter__=enter_observer, __exit__=exit_observer, apply_graph_pass=apply_graph_pass)
+    original(observer, *args, **kwargs)
+
+
+def enter_observer(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
+    if handles_streams() and (log := begin_pass(observer.gm)) is not None:
+        observer._overlay_log = log  # type: ignore[attr-defined]
+    return original(observer)
+
+
+def exit_observer(
+    original: Callable[..., None],
+    observer: GraphTransformObserver,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    original(observer, kind, error, traceback)
+    log: PassLog | None = observer.__dict__.pop("_overlay_log", None)
+    if log is not None:
+        end_pass(observer.gm, log, failed=kind is not None)
+
+
+def apply_graph_pass(
+    original: Callable[..., Any], observer: GraphTransformObserver, run: Callable[[Graph], Any]
+) -> Any:
+    """Skip `reorder_for_locality` in a graph with streams. Upstream moves producers to just before their consumer: for
+    a side stream's branch that is the latest moment at which it can be launched, after all the work that it was to run
+    beside.
+    """
+    if observer.passname == "reorder_for_locality" and handles_streams() and has_streams(observer.gm.graph):
+        return None
+    return original(observer, run)
+
+
+def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
+    return {**original(nodes), **merge_facts(nodes)}
+
+
+def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:
+    with mark_shared(graph):
+        original(graph)
+
+
+def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -> bool:
+    return IN_PLACE in node.meta or original(node)
+
+
+__all__ = ["COPY_OF", "is_placed", "is_write", "needs_streams", "NewNodes", "PassLog", "Placed"]

@@ -23,8 +23,8 @@ from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.fx import viewed
+from torch_overlay._functorch.streams.memory import results_made
 
 
 if TYPE_CHECKING:

@@ -13,18 +13,34 @@ import torch
 from torch._inductor import ir
 from torch._inductor.utils import gather_origins
 
-from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay import config
+from torch_overlay._functorch.offload.ops import OPERATIONS
+from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, viewed
-from torch_overlay._inductor.streams import ranges
-from torch_overlay._inductor.streams.copies_in_place import IN_PLACE, make_copies_in_place
+from torch_overlay._inductor.offload import codegen as offload_codegen
+from torch_overlay._inductor.streams import copies_in_place, ranges
+from torch_overlay._inductor.streams.copies_in_place import (
+    assume_unaligned,
+    computed_in_place,
+    IN_PLACE,
+    inputs_in_parts,
+    make_copies_in_place,
+    write_back_parts,
+)
 from torch_overlay._inductor.streams.folding import fold_branches
-from torch_overlay._inductor.streams.graph_order import order_graph, RECORD_STREAM
+from torch_overlay._inductor.streams.graph_order import (
+    order_blocking_operations,
+    order_graph,
+    order_stream_operations,
+    RECORD_STREAM,
+)
 from torch_overlay._inductor.streams.host_copies import fix_layout, upload_returned_memory_at_once
-from torch_overlay._inductor.streams.partial_writes import write_back_parts
+from torch_overlay._stream_handling import handles_streams
+from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def prepare(graph: torch.fx.Graph, fold_below_us: float, is_backward: bool) -> None:
@@ -120,3 +136,36 @@ def _is_for_another_stream(node: torch.fx.Node) -> bool:
         return False
     stream = node_stream(node)
     return any(user.op == "call_function" and node_stream(user) != stream for user in node.users)
+
+
+def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+    override(lowering, run_node=run_node)
+    if any(n.target in OPERATIONS for n in gm.graph.nodes):
+        offload_codegen.register()
+    has_streams = handles_streams() and is_placed_program(gm.graph)
+    if has_streams:
+        prepare(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
+    copies_in_place.publish_copy(gm.graph)
+    original(lowering, gm, *args, **kwargs)
+    if has_streams:
+        assume_unaligned(lowering, inputs_in_parts(gm.graph))
+
+
+def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
+    if not handles_streams():
+        return original(graph, node)
+    if computed_in_place(graph, node):
+        return graph.env[node.args[0]]
+    realize_before(graph, node)
+    with copied_by_device(graph, node):
+        result = original(graph, node)
+    realize_after(node, result)
+    return result
+
+
+def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
+    if handles_streams():
+        order_stream_operations(scheduler)
+    original(scheduler)
+    if handles_streams():
+        order_blocking_operations(scheduler)

@@ -1,34 +1,152 @@
-"""Plan the regions of a schedule, and decide which graphs need a plan."""
+"""Plan the regions of a schedule, and decide which graphs need a plan.
+
+Build the planner's buffers: the memory that a region touches, its stream, and whether the exit orders it
+(`settles`).
+
+Publish each stream plan, as it is made, to observers: tools and tests.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor import ir
+from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
+from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.schedule_notes import notes_of
-from torch_overlay._inductor.scheduler_nodes import (
-    fx_origins,
-    stream_operation,
-    user_stream,
-)
-from torch_overlay._inductor.streams.buffers import drop_inner_promises, read_buffers
-from torch_overlay._inductor.streams.graph_facts import (
-    leaving,
-    saved_on_streams,
-)
+from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu, owner_of, stream_operation, user_stream
+from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, leaving, saved_on_streams
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
+from torch_overlay._inductor.streams.plan import Buffer, HOST
 from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.reader import RegionReader
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._functorch.streams.tokens import Token
     from torch_overlay._inductor.streams.plan import Plan
+
+
+def _size_of(name: str) -> int:
+    """Return the bytes of the memory that a buffer is allocated with."""
+    buffer: Any = V.graph.try_get_buffer(name)
+    layout = getattr(buffer, "layout", None)
+    if not isinstance(layout, ir.Layout):
+        return 0
+    count = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
+    return int(count) * layout.dtype.itemsize
+
+
+def read_buffers(reader: RegionReader) -> list[Buffer]:
+    found: list[Buffer] = []
+    views: dict[str, set[str]] = {}
+    for view, owner in reader.owners.items():
+        views.setdefault(owner, set()).add(view)
+    for i in reader.excused:
+        for name in {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads | reader.ops[i].writes}:
+            reader.users.setdefault(name, []).append(i)
+    results = eager_memory_of_results()
+    for name in reader.fresh:
+        streams = [s for s in reader.writer_streams.get(name, ()) if s != HOST]
+        if streams:
+            device = reader.device_of(name)
+            shared = callers_stream_index(device.index if device is not None and device.index is not None else 0)
+            stream = streams[0] if len(set(streams)) == 1 and name not in reader.loaded else shared
+            known = results.get(name, set())
+            if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
+                # Whichever streams wrote its inputs, the caller gets memory of the stream that concatenates in eager.
+                (stream,) = (reader.tokens.numbers.get(s, s) or shared for s in known)
+            leaves = name in reader.output_memory
+            settles = not reader.enclosed and _settles(reader, name, stream, shared, leaves, name in results)
+            found.append(
+                Buffer(
+                    name,
+                    stream,
+                    views=frozenset(views.get(name, ())),
+                    settles=settles,
+                    size=_size_of(name),
+                    leaves=leaves,
+                )
+            )
+    local = {b.name for b in found}
+    # Buffers that another region allocated on a side stream, unless a graph was launched for that region.
+    memory = notes_of(reader.scheduler).memory or {}
+    elsewhere = {name: stream for name, stream in memory.items() if callers_device(stream) is None}
+    touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
+    for name in sorted(touched - local):
+        device = reader.device_of(name)
+        if is_gpu(device) and device is not None:
+            saved_on = reader.saved_on.get(name, elsewhere.get(name))
+            settles = saved_on is not None and not reader.enclosed
+            found.append(
+                Buffer(
+                    name,
+                    saved_on
+                    if saved_on is not None and name in reader.owned
+                    else callers_stream_index(device.index or 0),
+                    fresh=False,
+                    views=frozenset(views.get(name, ())),
+                    saved_on=saved_on,
+                    settles=settles,
+                    size=_size_of(name) if name in reader.kept else 0,
+                    leaves=name in reader.output_memory,
+                )
+            )
+    return found
+
+
+def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
+    """True if `stream` has to be ordered after the other streams that use its memory before the memory is freed.
+
+    In a backward this holds for a side stream's memory that does not leave: the autograd engine records the streams
+    that read another stream's gradient, whichever stream computed it. In a forward it holds for reads that eager does
+    not have (`eager_memory`); also of the caller's results that are in its own stream's memory, since it may overwrite
+    them on that stream; and of saved values, which are dropped with the results if there is no backward. A read of
+    memory that eager returns to the caller, or saves, is excepted if this graph returns that memory, too.
+    """
+    if V.graph.is_backward:
+        return stream != shared and not leaves
+    if is_result and leaves and stream != shared:
+        return False
+    return any(
+        reader.ops[i].stream != stream
+        and (stream not in reader.excused[i] or (not leaves and _reads_handed_over(reader, i, stream)))
+        for i in reader.users.get(name, ())
+    )
+
+
+def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
+    """True if an operation reads memory of a stream that eager returns or saves, and this graph does not."""
+    count = reader.handed_over.get(i, Counter())[stream]
+    reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads} if count else set()
+    return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
+
+
+def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
+    """Drop the tokens in `before` that nobody needs: a stream, or the host after a copy, need not be ordered after an
+    operation that touched neither the caller's memory nor a block of that stream. If the stream of one of the
+    operation's blocks has no such token, only what the caller does next can order it after the operation: all tokens
+    are kept.
+    """
+    blocks = {view: b for b in buffers for view in (b.name, *b.views)}
+    for i in reader.inner:
+        op = reader.ops[i]
+        touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
+        if any(b.stream != op.stream and not b.settles and state(b.stream) not in op.before for b in touched):
+            continue
+        streams = {state(b.stream) for b in touched}
+        kept = frozenset(t for t in op.before if not (t.stream is not None or t.is_blocking_copy) or t in streams)
+        if kept != op.before:
+            reader.ops[i] = replace(op, before=kept)
 
 
 @dataclass(frozen=True)
@@ -80,3 +198,17 @@ def plan_region(
     private = frozenset(reader.tokens.private)
     concerned = reader.tokens.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))
     return Region(plan, reader.index, reader.devices, reader.tokens.numbers, private, enclosed, frozenset(concerned))
+
+
+_plan_observers: list[Callable[[Plan], None]] = []
+
+
+def subscribe_to_plans(observer: Callable[[Plan], None]) -> Callable[[], None]:
+    """Call `observer` with every plan from now on; the function returned ends that."""
+    _plan_observers.append(observer)
+    return lambda: _plan_observers.remove(observer)
+
+
+def publish_plan(plan: Plan) -> None:
+    for observer in tuple(_plan_observers):
+        observer(plan)

@@ -3,16 +3,39 @@
 After memory planning has decided which allocations remain, `switch_streams` walks the lines and switches the current
 stream only where a line reads it: an allocation, an extern kernel, a copy. Triton kernels get the raw handle of their
 stream.
+
+Reuse one stream's memory for another stream's buffers, in calls that keep to one stream.
+
+Buffers of different streams never share memory, so a region with streams allocates more than the same region without:
+eight experts make ten allocations instead of three, a microsecond each. In a call that follows one stream (Note
+[Streams can't pay on an idle device]) a buffer may take the memory of any buffer that was freed before, whatever their
+streams. So where the plan allocates, and a fitting buffer of another stream has been freed, the code has both the
+allocation and the reuse:
+
+    if multi_stream: del buf1
+    ...
+    if multi_stream: buf3 = empty_strided_cuda((128, 1024), (1024, 1), torch.bfloat16)
+    else: buf3 = buf1; del buf1  # reuse
+
+Put the blocks of side streams into ranges that profiles show: `profiler_ranges`, Note [Names in profiles].
+
+The emitter has marked where work on a stream begins, with the name of its range. `show_blocks` opens the range before
+the first line that allocates or launches there. It closes it where work on another stream begins, and where a block of
+Python or a range of the program's begins or ends, since ranges have to nest.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
+import torch._inductor.config as inductor_config
+from torch._inductor import ir
 from torch._inductor.codegen import wrapper as upstream
+from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
-from torch_overlay._inductor.streams.reuse import IfMultiStream, share_when_following
 from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
     EndRegion,
@@ -25,7 +48,74 @@ from torch_overlay._inductor.streams.wrapper_lines import (
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch._inductor.utils import IndentedBuffer
+
     from torch_overlay._inductor.streams.wrapper_lines import Emitter
+
+
+@dataclasses.dataclass
+class IfMultiStream(upstream.WrapperLine):
+    """A line of the memory plan that only a call on several streams runs; other calls run `other`."""
+
+    multi_stream: str
+    line: Any
+    other: str | None = None
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        written = type(code)()
+        self.line.codegen(written)
+        for text in written.getvalue().splitlines():
+            code.writeline(f"if {self.multi_stream}: {text}")
+        if self.other is not None:
+            code.writeline(f"else: {self.other}")
+
+
+def _key(buffer: Any) -> tuple[Any, ...] | None:
+    """Return what two buffers must have in common for one to take the other's place as it is; None if none can."""
+    layout = buffer.get_output_spec()
+    if type(layout) not in (ir.FixedLayout, ir.FlexibleLayout) or buffer.get_device().type == "cpu":
+        return None
+    if V.graph.get_allocation_size(buffer) != buffer.get_size():
+        return None
+    *what, _stream, pool = upstream.buffer_reuse_key(buffer)
+    return *what, pool, tuple(buffer.get_size()), tuple(buffer.get_stride())
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """True by upstream's rule: keeping the old buffer until then must not raise the peak."""
+    size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(new.node), fallback=0)
+    return new.should_reuse_buffer(old, size * new.node.get_dtype().itemsize)
+
+
+def share_when_following(lines: Iterable[Any], multi_stream: str) -> dict[int, IfMultiStream]:
+    """Return the replacements of lines of one region, by the id of the line. The lines have been through memory
+    planning.
+    """
+    free: dict[tuple[Any, ...], list[Any]] = {}
+    found: dict[int, IfMultiStream] = {}
+    if not inductor_config.allow_buffer_reuse:
+        return found
+    for line in lines:
+        if isinstance(line, (upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)):
+            free.clear()
+        elif isinstance(line, upstream.FreeIfNotReusedLine) and not line.is_reused and not line.comm_buffer:
+            name = line.node.get_name()
+            if line.node.get_inputs_that_alias_output() or name in V.graph.never_reuse_but_free_buffers:
+                continue
+            if name not in V.graph.get_output_names() and (key := _key(line.node)) is not None:
+                free.setdefault(key, []).append(line)
+        elif isinstance(line, upstream.AllocateLine) and not line.comm_buffer:
+            key = _key(line.node)
+            if key is not None and free.get(key) and _fits(free[key][-1], line):
+                old = free[key].pop()
+                line.wrapper.estimate_peak.update_peak_between(old, line)
+                found[id(old)] = IfMultiStream(multi_stream, old)
+                found[id(line)] = IfMultiStream(
+                    multi_stream, line, line.wrapper.make_buffer_reuse(old.node, line.node, True)
+                )
+    return found
 
 
 # Lines that neither allocate device memory nor launch on the current stream.
@@ -169,3 +259,55 @@ def _restore(out: list[Any], region: dict[str, Any]) -> None:
         tail -= 1
     out.insert(tail, FinallyLine(statements))
     out.insert(region["start"], TryLine())
+
+
+RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
+_BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
+
+
+@dataclass
+class _Place:
+    """Where the lines of a region are."""
+
+    emitter: Emitter
+    stream: int | None = None
+    range: str = ""
+    is_open: bool = False
+
+    def write(self, out: list[Any], text: str) -> None:
+        out.append(StreamLine(self.emitter.if_multi_stream(text)))
+        self.is_open = not self.is_open
+
+
+def show_blocks(lines: list[Any]) -> list[Any]:
+    out: list[Any] = []
+    regions: list[_Place] = []
+    for line in lines:
+        if isinstance(line, BeginRegion):
+            regions.append(_Place(line.emitter))
+        elif regions:
+            _pass(out, regions[-1], line)
+        out.append(line)
+        if isinstance(line, EndRegion):
+            regions.pop()
+    return out
+
+
+def _pass(out: list[Any], place: _Place, line: Any) -> None:
+    moves = isinstance(line, OnStream) and line.stream != place.stream
+    is_boundary = isinstance(line, _BOUNDARIES) or _is_statement_apart(line)
+    if place.is_open and (moves or is_boundary):
+        place.write(out, "profiler_ranges.pop()")
+    if moves:
+        place.stream, place.range = line.stream, line.range
+    works = isinstance(line, upstream.KernelCallLine) or needs(line, place.stream, place.emitter) is not None
+    if place.range and not (place.is_open or is_boundary or isinstance(line, OnStream)) and works:
+        place.write(out, f"profiler_ranges.push({place.range!r})")
+
+
+def _is_statement_apart(line: Any) -> bool:
+    """True for the head of a block of Python, and for a range of the program's."""
+    return isinstance(line, str) and (line.rstrip().endswith(":") or line.startswith(RANGE_CALLS))
+
+
+__all__ = ["show_blocks"]

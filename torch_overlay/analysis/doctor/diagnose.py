@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.user_lines import is_in_torch
-from torch_overlay.analysis.doctor import eager, fresh_start, remedies, timeline, waits
+from torch_overlay.analysis.doctor import eager, fresh_start, remedies, timeline
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, VARY, Work
 from torch_overlay.analysis.doctor.timeline import Timeline
 from torch_overlay.testing import observe
@@ -205,7 +205,7 @@ class _Job:
             found.ms = _least_ms(lambda: self.step(run))
             found.guards_us = guards_us(lambda: self.step(run), found.ms) if detail else None
             found.timeline = timeline.take(lambda: self.step(run)) if detail else Timeline()
-            with waits.noted() as noted:
+            with eager.noted_waits() as noted:
                 self.step(run)
             torch.cuda.synchronize()
             lines |= Counter({line: count * self.counted for line, count in noted.items()})

@@ -70,7 +70,7 @@ def check_graph(
         graph = raw_graph
     else:
         from torch_overlay._functorch.offload import runtime
-        from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+        from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
         from torch_overlay._inductor.relaunch.graph.read import read
 
         graph = read(raw_graph, segments, low, high, driver=NativeDriver(), keeps=runtime.holds)

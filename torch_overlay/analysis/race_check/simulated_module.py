@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._inductor.streams import runtime as stream_runtime
-from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
-from torch_overlay.analysis.race_check.kernel_ranges import KernelRanges
+from torch_overlay.analysis.race_check.kernel_ranges import HostKernelRanges, KernelRanges
 from torch_overlay.analysis.race_check.simulated_region import SimulatedRegion
 from torch_overlay.analysis.race_check.trace import HOST, Span, View
 

@@ -8,10 +8,10 @@ from torch.fx import Graph
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._functorch.streams.backward_nodes import mark_backward
+from torch_overlay._functorch.streams.backward import mark_backward
+from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.fx import BACKWARD, node_stream, place_on
-from torch_overlay._functorch.streams.input_copies import follow_mutations, place_first_copies
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 
 

@@ -10,7 +10,7 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.autograd_nodes import note
-from torch_overlay._functorch.streams.engine_order import engine_streams, order_after_gradients
+from torch_overlay._functorch.streams.backward import engine_streams, order_after_gradients
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.tokens import state

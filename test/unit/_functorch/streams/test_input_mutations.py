@@ -10,10 +10,10 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams import input_mutations
+from torch_overlay._functorch.streams import epilogue
+from torch_overlay._functorch.streams.epilogue import Promises, promises_of
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.fx import place_on
-from torch_overlay._functorch.streams.input_mutations import Promises, promises_of
 from torch_overlay._functorch.streams.tokens import blocking_copy, CALLER, caller_event, record, state, synchronization
 
 
@@ -108,7 +108,7 @@ class TestPromises(TestCase):
             self.assertEqual(self.promises(*values).devices, wanted)
 
     def test_code_for_all_ranks_names_no_device(self):
-        with mock.patch.object(input_mutations, "written_index", lambda index: -1):
+        with mock.patch.object(epilogue, "written_index", lambda index: -1):
             found = self.promises(self.value(state(2), device="cuda:1"))
         self.assertEqual(found.devices, (-1,))
 

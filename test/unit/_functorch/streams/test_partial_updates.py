@@ -9,7 +9,7 @@ import form  # noqa: F401
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.fx import place_on
-from torch_overlay._functorch.streams.partial_updates import promise_parts, wait_for_parts
+from torch_overlay._functorch.streams.placement import promise_parts, wait_for_parts
 from torch_overlay._functorch.streams.program import Program
 from torch_overlay._functorch.streams.tokens import blocking_copy, CALLER, record, state, synchronization
 

@@ -15,8 +15,7 @@ import form  # noqa: F401
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import Leave
 from torch_overlay._functorch.streams.fx import place_on
-from torch_overlay._functorch.streams.peer_copies import PeerCopies
-from torch_overlay._functorch.streams.program import Program
+from torch_overlay._functorch.streams.program import PeerCopies, Program
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 
 

@@ -55,7 +55,7 @@ class TestMarks(TestCase):
         return self.call(aten.t.default, base)
 
     def mark(self, inputs):
-        from torch_overlay._functorch.streams.written_inputs import keep_unsaved
+        from torch_overlay._functorch.streams.backward import keep_unsaved
 
         keep_unsaved(inputs)
 

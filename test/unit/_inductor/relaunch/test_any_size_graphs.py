@@ -9,17 +9,16 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import any_size_graphs as module, refusals
-from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
-from torch_overlay._inductor.relaunch.call_keys import CallKeys
+from torch_overlay._inductor.relaunch import causes, region_graphs as module
 from torch_overlay._inductor.relaunch.capture import capture as captures
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.compiled_code import Code
-from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
-from torch_overlay._inductor.relaunch.states import State, States
+from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph
+from torch_overlay._inductor.relaunch.states import CallKeys, State, States
 
 
 CODE = Code("a region", 0, saved_outputs=frozenset([0]), is_backward=True)
@@ -220,7 +219,7 @@ class TestNoGraph(AnySizeTestCase):
             KeyError(7),
         ]
         self.make.side_effect = errors
-        with self.assertLogs(refusals.log, "INFO") as logs:
+        with self.assertLogs(causes.log, "INFO") as logs:
             for size in range(5, 9):
                 self.assertIsNone(self.runner.run(size, 9))
                 self.assertTrue(capturing.acquire(blocking=False))

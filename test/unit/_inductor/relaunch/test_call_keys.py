@@ -7,10 +7,10 @@ import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch import attention_seeds, keys, refusals
-from torch_overlay._inductor.relaunch.call_keys import CallKeys
+from torch_overlay._inductor.relaunch import attention_seeds, causes, keys
 from torch_overlay._inductor.relaunch.capture import capture as captures
-from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.states import CallKeys
 
 
 DEVICE = torch.device("cpu")
@@ -69,7 +69,7 @@ class TestCallKeys(TestCase):
         made = self.make([1, 2])
         inputs = [on_device(4), 2, 3]
         made.choose(inputs)
-        with self.assertLogs(refusals.log, "INFO") as logs:
+        with self.assertLogs(causes.log, "INFO") as logs:
             made.keep([2], "a decision")
         self.assertIn("a region: each value of the number at input 2", logs.output[0])
         self.assertIn("a decision", logs.output[0])

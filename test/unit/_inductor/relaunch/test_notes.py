@@ -13,9 +13,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch import notes, partitions
-from torch_overlay._inductor.relaunch.notes import first_saved, free_numbers
-from torch_overlay._inductor.relaunch.partitions import give_back_graphs, is_unsafe, of_graph, Partitions, SplitOff
+from torch_overlay._inductor.relaunch import notes
+from torch_overlay._inductor.relaunch.notes import (
+    first_saved,
+    free_numbers,
+    give_back_graphs,
+    graph_partitions,
+    is_unsafe,
+    Partitions,
+    SplitOff,
+)
 
 
 def trace(line):
@@ -57,7 +64,7 @@ class TestPartitions(TestCase):
     def setUp(self):
         super().setUp()
         self.failed = {}
-        self.enterContext(mock.patch.object(partitions.split_off, "failed", lambda: self.failed))
+        self.enterContext(mock.patch.object(notes.split_off, "failed", lambda: self.failed))
         library = self.enterContext(torch.library._scoped_library("parts", "DEF"))
         library.define("op(Tensor x) -> Tensor")
         self.op = torch.ops.parts.op.default
@@ -68,8 +75,8 @@ class TestPartitions(TestCase):
         scheduler = SimpleNamespace(should_partition=lambda node: reason)
         symbols = [SimpleNamespace(name="s0")]
         signatures = [SimpleNamespace(skip_cudagraph=type(part) is list, symbol_inputs=symbols) for part in parts]
-        partitions.note(graph, scheduler, parts, signatures)
-        return of_graph(graph)
+        notes.note_partitions(graph, scheduler, parts, signatures)
+        return graph_partitions(graph)
 
     def test_parts_with_graphs(self):
         noted = self.note((nothing(), Node(3), Node(4), one_of_several()), (Node(0),))
@@ -107,9 +114,9 @@ class TestPartitions(TestCase):
         self.assertIn("cudagraph_min_partition_size", row.reason)
 
     def test_graph_without_partitions(self):
-        self.assertEqual(of_graph(SimpleNamespace(scheduler=None)), Partitions())
+        self.assertEqual(graph_partitions(SimpleNamespace(scheduler=None)), Partitions())
         scheduler = SimpleNamespace(nodes=[Node(3), nothing()])
-        ((kernels, line, symbols),) = of_graph(SimpleNamespace(scheduler=scheduler)).graphs
+        ((kernels, line, symbols),) = graph_partitions(SimpleNamespace(scheduler=scheduler)).graphs
         self.assertEqual((kernels, symbols), (1, ()))
         self.assertIn("/model.py:3", line)
 

@@ -18,7 +18,7 @@ from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event,
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams import graph_facts
-from torch_overlay._inductor.streams.boundary_tokens import BoundaryTokens
+from torch_overlay._inductor.streams.reader import BoundaryTokens
 
 
 aten, streams = torch.ops.aten, torch.ops.streams

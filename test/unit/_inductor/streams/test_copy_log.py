@@ -5,8 +5,13 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins.schedules import Program
-from torch_overlay._inductor.streams.copies_in_place import READ_LATER
-from torch_overlay._inductor.streams.copy_log import BlockingCopy, publish, reason, subscribe
+from torch_overlay._inductor.streams.copies_in_place import (
+    BlockingCopy,
+    publish_copy,
+    READ_LATER,
+    reason,
+    subscribe_to_copies,
+)
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, upload_returned_memory_at_once
 
 
@@ -113,12 +118,12 @@ class TestObservers(CopyLogTestCase):
         second = self.program.call(aten._to_copy.default, self.y, device=CPU)
         self.program.output(first, second)
         found, others = [], []
-        end, end_other = subscribe(found.append), subscribe(others.append)
-        publish(self.program.graph)
+        end, end_other = subscribe_to_copies(found.append), subscribe_to_copies(others.append)
+        publish_copy(self.program.graph)
         end()
-        publish(self.program.graph)
+        publish_copy(self.program.graph)
         end_other()
-        publish(self.program.graph)
+        publish_copy(self.program.graph)
         why = "it is made without non_blocking=True"
         wanted = [BlockingCopy("line 1", why), BlockingCopy("", why)]
         self.assertEqual((found, others), ([wanted], [wanted] * 2))

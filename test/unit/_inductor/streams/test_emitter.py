@@ -16,7 +16,7 @@ from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemor
 from torch_overlay._functorch.streams.tokens import caller_event, record, state
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
-from torch_overlay._inductor.streams import plan_log
+from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region
 from torch_overlay._inductor.streams.wrapper_lines import OnStream
@@ -94,7 +94,7 @@ class EmitterTestCase(ProgramCase):
 class TestOrder(EmitterTestCase):
     def test_fork_and_join(self):
         plans = []
-        self.addCleanup(plan_log.subscribe(plans.append))
+        self.addCleanup(planned_region.subscribe_to_plans(plans.append))
         side = self.product(stream=1)
         joined = self.product(side, self.product())
         self.assertExpectedInline(

@@ -22,7 +22,7 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
-from torch_overlay._inductor.streams.pass_log import COPY_OF, PassLog
+from torch_overlay._inductor.streams.fx_passes import COPY_OF, PassLog
 
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, record, state
-from torch_overlay._inductor.streams import copy_log
+from torch_overlay._inductor.streams import copies_in_place
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
 
 
@@ -131,7 +131,7 @@ class TestCopies(LoweringTestCase):
 
     def test_copies_that_are_published(self):
         seen = []
-        self.addCleanup(copy_log.subscribe(seen.append))
+        self.addCleanup(copies_in_place.subscribe_to_copies(seen.append))
         copy = self.call(prims.device_put.default, self.input(4), CPU, False, stream=1)
         self.lowered(copy)
         (found,) = seen

@@ -8,8 +8,7 @@ import form  # noqa: F401
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
-from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes
-from torch_overlay._inductor.streams.pass_log import is_write, PassLog, Placed
+from torch_overlay._inductor.streams.fx_passes import is_write, needs_streams, NewNodes, PassLog, Placed
 
 
 aten, streams = torch.ops.aten, torch.ops.streams

@@ -12,7 +12,7 @@ from torch_overlay._dynamo.range_ops import range_mark, range_pop, range_push
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.plan import Plan
-from torch_overlay._inductor.streams.shown_blocks import RANGE_CALLS, show_blocks
+from torch_overlay._inductor.streams.switching import RANGE_CALLS, show_blocks
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
 
 

@@ -5,6 +5,14 @@ that thread's calls of this function are numbered; the numbers are the same in e
 region needs it, a dispatch mode (`Watch`) numbers the calls of operators, and notes the storages that they allocate.
 
 `Lives` notes when each allocation of a capture was made and freed.
+
+Gives each allocation of generated code addresses of its own in a capture, and notes its life.
+
+Runs the operators of a region in a capture, and finds out what they allocate.
+
+To ask the allocator how much an operator has allocated takes longer than to run it. An operator that was run before
+with the same sizes, strides, types, alignments and numbers allocates as much, if the segments are those of then. A
+segment has 2 or 20 MiB, so it alone doesn't tell: libraries choose kernels, and their workspaces, by alignment, too.
 """
 
 from __future__ import annotations
@@ -22,12 +30,20 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_overlay._inductor.relaunch.memory.packing import Life
+from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
+from torch_overlay._inductor.relaunch.keys import bit_key
+from torch_overlay._inductor.relaunch.memory.outputs import View
+from torch_overlay._inductor.relaunch.memory.packing import aligned, Life
+from torch_overlay._inductor.relaunch.numbers.launches import plain
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
+
+    from torch_overlay._inductor.relaunch.numbers.launches import Shapes
+
 
 ALLOCATOR = "empty_strided_cuda"
 # Namespaces of operators that launch on the current stream, or on streams that a capture exchanges.
@@ -255,3 +271,186 @@ def storages(tree: Any) -> dict[int, int]:
     """Return the sizes of the storages of the tensors in a tree, by address."""
     found = [tensor.untyped_storage() for tensor in tensors(tree)]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+class Placing(Observer):
+    """An observer of a capture, in whose `recording` it places allocations: outputs, which the plan names, in `placed`,
+    and all others in `scratch`, addresses with their bytes. `with_uses`: note which memory matrix products read and
+    write. `shapes` notes sizes that depend on the region's."""
+
+    def __init__(
+        self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
+    ) -> None:
+        super().__init__()
+        self.plan_, self.recording, self.placed, self.shapes = plan, recording, placed, shapes
+        self.lives = Lives()
+        self.scratch: dict[int, int] = {}
+        self.products: list[Product] | None = [] if with_uses else None
+        self.results: list[tuple[int, int]] = []
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.products is None or not is_product(func):
+            return func(*args, **kwargs)
+        first = self.recording.count()
+        result = func(*args, **kwargs)
+        writes = storages(result)
+        reads = {a: size for a, size in storages((args, kwargs)).items() if a not in writes}
+        self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
+        return result
+
+    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+        super().note_results(number, made)
+        self.results += made.items()
+
+    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        self.lives.tick()
+        asked = args
+        if self.shapes is not None:
+            args = plain(args)
+        if len(args) != 3 or 0 in args[0]:
+            if self.shapes is not None:
+                raise Escaped(frozenset(), "memory of no bytes is allocated")
+            return super().allocate(original, *args)
+        view = View(tuple(args[0]), tuple(args[1]), args[2])
+        made = self.recording.place(view)
+        if self.shapes is not None:
+            self.shapes.allocated(made, asked[0], asked[1])
+        address = made.data_ptr()
+        if self.count in self.plan_.allocations:
+            self.placed[address] = view.extent
+            self.lives.track_output(address)
+        else:
+            self.scratch[address] = view.extent
+            self.lives.begin(made)
+        self.note(address)
+        return made
+
+
+FULL = 256  # no library checks for more alignment
+PLAIN = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout
+GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.calls = 0
+        self.addresses: list[int] = []
+
+
+class Operators:
+    """Operators of one capture. Their memory goes where `placing` has that of generated code. A context manager: at its
+    end, no pool of theirs is selected."""
+
+    def __init__(self, plan: Plan, recording: Any, placing: Placing) -> None:
+        self.plan, self.recording, self.placing = plan, recording, placing
+        self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
+        self.asked = dict(plan.asked)
+        self._before: dict[Any, tuple[int, int, list[int]]] = {}  # key -> allocations, bytes, those of the segments
+        self.group = _Group()
+        self.leaves: Any = None  # a pool
+        self.selected = contextlib.ExitStack()
+
+    def __enter__(self) -> Operators:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.selected.close()
+
+    def run(self, number: int | None, call: functools.partial[Any]) -> Any:
+        """Run an operator. `number` is None if it returns nothing new. An operator of the plan allocates in a pool of
+        its own. With `plan.detail`, so does every operator with a number: memory of a result lives as long as the
+        result, other memory only as long as the operator runs."""
+        if not self.are_wanted:
+            return call()
+        lives, planned = self.placing.lives, number in self.plan.operators
+        lives.tick()
+        if number is None or not (planned or self.plan.detail):
+            return self._in_group(call) if self.plan.detail else call()
+        asked = self.plan.asked.get(number)
+        key = _key(*call.args) if asked is None else None
+        before = self._before.get(key) if key is not None else None
+        with self.recording.apart(before[:2] if before is not None else asked) as apart:
+            result = call()
+        sizes = sorted(apart.segments.values())
+        if before is not None and sizes != before[2]:
+            apart.count, apart.requested = -1, sum(sizes)  # at most
+        elif before is None and key is not None:
+            self._before[key] = apart.count, apart.requested, sizes
+        if apart.segments:
+            self.asked[number] = apart.count, apart.requested
+        results = {t.untyped_storage().data_ptr(): t for t in tensors(result)}
+        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
+        temporary = aligned(apart.requested - sum(made.values()))
+        for address, size in apart.segments.items():
+            # If an address was used twice, the second allocation there may be the smaller one.
+            least = made.get(address, temporary)
+            bytes = min(size, least if apart.once else max(least, temporary))
+            (self.placing.placed if planned and address in made else self.placing.scratch)[address] = bytes
+            if address in made:
+                lives.begin(results[address])
+            else:
+                lives.note(address)
+        return result
+
+    def run_leaf(self, call: functools.partial[Any], apart: bool = False) -> Any:
+        """Run an operator that returns nothing new, and calls no other: no dispatch mode has to see it. `apart`: where
+        it has memory, no result of an operator may lie, now or later."""
+        with self.recording.without_modes():
+            if not apart or self.plan.detail:  # no group has results
+                return self.run(None, call)
+            self.leaves = self.leaves or self.recording.new_pool()
+            with self.recording.within(self.leaves):
+                return self.run(None, call)
+
+    def leave_out(self) -> int:
+        """Let the time pass of an operator that is not run. Return the time."""
+        lives = self.placing.lives
+        if self.are_wanted:
+            lives.tick()
+        return lives.now
+
+    def _in_group(self, call: functools.partial[Any]) -> Any:
+        """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what
+        they allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""
+        group, recording = self.group, self.recording
+        if group.calls >= GROUP and group.addresses:
+            self.end_group()
+            group = self.group
+        if group.pool is None:
+            group.pool = recording.new_pool()
+        if not group.calls or group.addresses:
+            self.selected.enter_context(recording.within(group.pool))
+        group.calls += 1
+        before = recording.allocations_made()
+        result = call()
+        if recording.allocations_made() != before:
+            made = [address for address, _ in recording.allocations(before)]
+            self.placing.lives.made |= dict.fromkeys(made, self.placing.lives.now)
+            group.addresses += made
+        if group.addresses:  # nobody else may get memory that one of them has freed
+            self.selected.close()
+        return result
+
+    def end_group(self) -> None:
+        """Note that the memory of the group's operators is freed now."""
+        self.selected.close()
+        lives = self.placing.lives
+        for address in self.group.addresses:
+            lives.freed[address] = lives.now + 1
+        self.group = _Group()
+
+
+def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a key that calls of an operator have in common if they allocate as much; None if that is not known."""
+    parts: list[Any] = [function, *kwargs]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            parts.append((value.size(), value.stride(), value.dtype, value.data_ptr() % FULL))
+        elif isinstance(value, PLAIN) or (
+            isinstance(value, (list, tuple)) and all(isinstance(v, PLAIN) for v in value)
+        ):
+            parts.append(bit_key(value))
+        else:
+            return None
+    return tuple(parts)

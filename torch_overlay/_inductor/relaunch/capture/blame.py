@@ -28,10 +28,10 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
+from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.launch import staged
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
-from torch_overlay._inductor.relaunch.refusals import log
 
 
 if TYPE_CHECKING:

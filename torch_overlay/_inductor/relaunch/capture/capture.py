@@ -28,10 +28,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Plan, Watch
+from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Operators, Placing, Plan, Watch
 from torch_overlay._inductor.relaunch.capture.library_calls import LibraryCalls
-from torch_overlay._inductor.relaunch.capture.operators import Operators
-from torch_overlay._inductor.relaunch.capture.placing import Placing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
@@ -46,8 +44,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     View,
     view_of,
 )
-from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
-from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators
+from torch_overlay._inductor.relaunch.numbers.launches import Launches, NoOperators, noted
 from torch_overlay._inductor.relaunch.numbers.traced import Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
@@ -56,10 +53,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.library_calls import Call, Repeat
-    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.causes import Code
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
+    from torch_overlay._inductor.relaunch.numbers.launches import Shapes
 
 
 @dataclass

@@ -15,6 +15,12 @@
 
 `make_graph` runs these steps. The recording is that of `capture.recording`, the launchers are those of
 `launch.launcher`.
+
+Loads in advance what the first capture needs: the C module, the driver's bindings, and the kernels that replace
+memset and memcpy nodes.
+
+`prepare_early` is for the time while Inductor waits for its workers to compile kernels, when this process has nothing
+else to do. If nothing is compiled, or the preparation fails then, it is a part of the first call.
 """
 
 from __future__ import annotations
@@ -26,21 +32,19 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import host_memory
+from torch_overlay._inductor.relaunch import keys
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
-from torch_overlay._inductor.relaunch.graph.driver import DriverError
-from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
-from torch_overlay._inductor.relaunch.graph.order import only_order
+from torch_overlay._inductor.relaunch.graph.concurrency import only_order
+from torch_overlay._inductor.relaunch.graph.driver import DriverError, NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
-from torch_overlay._inductor.relaunch.launch.launcher import ByNode, Launcher, upload
+from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
-from torch_overlay._inductor.relaunch.prepare import prepare
+from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, EmptyNode, KernelNode, Refusal, Template
 from torch_overlay._inductor.relaunch.proof.prove import prove
-from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
 
 
 if TYPE_CHECKING:
@@ -52,7 +56,45 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
+
 log = logging.getLogger(__name__)
+
+
+@functools.cache
+def prepare(device: int) -> None:
+    """Load all that a capture on the current device needs. Raises what the loader raises where there is no driver."""
+    from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
+    from torch_overlay._inductor.relaunch.launch import executable
+
+    executable.implementation()
+    driver.NativeDriver()
+    try:
+        fill_copy_kernels.prepare(device)
+    except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it
+        log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
+
+
+def prepare_early() -> None:
+    """Prepare for captures on the current device before there is one, if modules may be loaded there. What fails is
+    logged once."""
+    if _may_load_modules():
+        _try(torch.cuda.current_device())
+
+
+def _may_load_modules() -> bool:
+    """True if modules may be loaded on the current device: the process has a context there already (a new context would
+    take hundreds of MiB of the device), and the current stream is not being captured, which may forbid it."""
+    if not torch.cuda.is_initialized() or not torch._C._cuda_hasPrimaryContext(torch.cuda.current_device()):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _try(device: int) -> None:
+    try:
+        prepare(device)
+    except Exception as error:  # a capture that needs it will report it
+        log.info("a capture can't be prepared for yet: %s", error)
 
 
 class Cuda:
@@ -69,7 +111,7 @@ class Cuda:
         self.stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
         self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
-        self.functions = native.torch_functions()
+        self.functions = executable.torch_functions()
 
     @functools.cached_property
     def driver(self) -> Driver:
@@ -136,7 +178,7 @@ class Cuda:
 
     def read(self, captured: Captured | Again) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=host_memory.holds).kept:
+        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=keys.holds).kept:
             log.info("stays in the graph as it is: %s", kept)
         space = captured.recording.space
         graph = graphs.read(
@@ -145,7 +187,7 @@ class Cuda:
             space.low,
             space.high,
             driver=self.driver,
-            keeps=host_memory.holds,
+            keeps=keys.holds,
         )
         check_libraries(graph)
         return graph
@@ -195,7 +237,7 @@ class Cuda:
         since there may be other launchers `like` these."""
         graph = captured.recording.graph
         shared = self._sharing(captured, varies)
-        _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # must live until the executables are made
+        _held = executable.settle(arrangement.template, self._bytes)  # must live until the executables are made
         if arrangement.stages:
             try:
                 launchers = self._parts(graph, arrangement, shared)
@@ -254,7 +296,7 @@ class Cuda:
         if graph is None:
             return lambda template: None
         order = self.order_of(captured, graph)
-        return lambda template: native.shared(template, order)
+        return lambda template: executable.shared(template, order)
 
     def _parts(
         self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, shared: Callable[[Template], Any]

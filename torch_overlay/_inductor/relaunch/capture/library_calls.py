@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._inductor.relaunch.capture.operators import FULL
-from torch_overlay._inductor.relaunch.exact import exact
+from torch_overlay._inductor.relaunch.capture.allocations import FULL
+from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.memory.outputs import View
 from torch_overlay._inductor.relaunch.proof.nodes import Segment
 
@@ -40,7 +40,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import Segment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.operators import Operators
+    from torch_overlay._inductor.relaunch.capture.allocations import Operators
 
 LIBRARIES = "extern_kernels"
 PLAIN = frozenset([int, float, bool, str, type(None)])
@@ -188,7 +188,7 @@ def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     addresses: set[int] = set()
     for value in (*args, *kwargs.values()):
         if type(value) in PLAIN:
-            parts.append(exact(value))
+            parts.append(bit_key(value))
         elif type(value) is not _Place or value.is_lazy or not value.address or value.address in addresses:
             return None
         else:

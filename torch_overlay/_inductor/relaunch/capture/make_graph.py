@@ -21,28 +21,26 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
-from torch_overlay._inductor.relaunch.capture.checks import check
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
-from torch_overlay._inductor.relaunch.capture.recording import no_collection
+from torch_overlay._inductor.relaunch.capture.recording import check, no_collection
 from torch_overlay._inductor.relaunch.capture.repeated_calls import order_of, with_repeats
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes
+from torch_overlay._inductor.relaunch.causes import log
+from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
-from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
-from torch_overlay._inductor.relaunch.numbers.words import another, settled, slots_of
+from torch_overlay._inductor.relaunch.numbers.launches import Shapes
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped, perturbed, slots_of, with_numbers_of
+from torch_overlay._inductor.relaunch.proof.functions import one_of_each, without
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
-from torch_overlay._inductor.relaunch.refusals import log
 from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
-from torch_overlay._inductor.relaunch.sizes.functions import one_of_each, without
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.memory.outputs import Sized
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.memory.sized import Sized
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, PointerSlot
     from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
@@ -113,7 +111,7 @@ def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list
     check(work.model)
     holes = device.holes() if code.saved_outputs and not work.is_shared else []
     with_uses = device.concurrent and not code.is_training and not work.is_shared
-    others = {k: another(value) for k, value in work.numbers.items()}
+    others = {k: perturbed(value) for k, value in work.numbers.items()}
     with_calls = work.is_shared and not work.numbers
 
     def take(recording: Any, **options: Any) -> Captured:
@@ -153,7 +151,7 @@ def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list
             sizes.functions.learn(template)
         if first.repeats:
             graph, template, lives = with_repeats(first, graph, template, sizes.numbers_of)
-        copies = memcpy_nodes.moving(template)
+        copies = executable.moving(template)
         if first.repeats and copies:
             raise Differs("it has copies between memories, which need an executable of their own")
         if template.numbers and copies:
@@ -255,7 +253,7 @@ def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph
     if numbers != slots_of(second.launches.uses, second.numbers, other):
         raise Escaped(frozenset(work.numbers), "two captures compute other parameters from it")
     if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
-        other = settled(other, graph, numbers)
+        other = with_numbers_of(other, graph, numbers)
     slots, unknown = known
     rest = {node.index for node in graph.nodes if node.index not in unknown}
     template = work.device.prove((without(graph, rest), without(other, rest)), work.namespace)

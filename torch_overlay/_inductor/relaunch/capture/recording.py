@@ -18,28 +18,81 @@ Note [Streams of a capture]
 A region and its side streams are captured on streams that only captures use: if other code could use a stream in the
 meantime, its launches would be captured into the graph. For the time of the capture, the stream objects of the running
 frame are replaced by these streams, and so are the copy streams of saved activations.
+
+Replaces the caller's streams during a capture: Note [Streams of a capture].
+
+Checks whether compiled code may be captured at all, before it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
-from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
-from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+from torch_overlay._inductor.relaunch.causes import COMMUNICATION
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.memory.outputs import View
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
+
+    Instead: TypeAlias = "Callable[[Hashable], torch.cuda.Stream]"
+
+
+CALLERS = "the caller's"  # the key of the stream that the region is launched on
+# What compiled code uses streams by adds itself here. Each replaces them for the time of a context, by `instead(key)`:
+# the same stream for the same key.
+exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = []
+
+
+class Streams:
+    """Streams of a device that only captures use. They are made when they are first needed, and kept."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.made: list[torch.cuda.Stream] = []
+
+    def get(self, number: int) -> torch.cuda.Stream:
+        while len(self.made) <= number:
+            from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
+
+            with torch.cuda.device(self.index):
+                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            if int(code):
+                raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
+            self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
+        return self.made[number]
+
+
+@functools.cache
+def streams_of(index: int) -> Streams:
+    return Streams(index)
+
+
+@contextlib.contextmanager
+def exchanged_streams(streams: Streams) -> Iterator[None]:
+    """Replace the streams that the `exchanges` know by these. Note [Streams of a capture]."""
+    names: dict[Hashable, int] = {CALLERS: 0}
+
+    def instead(key: Hashable) -> torch.cuda.Stream:
+        return streams.get(names.setdefault(key, len(names)))
+
+    with contextlib.ExitStack() as stack:
+        for exchange in exchanges:
+            stack.enter_context(exchange(instead))
+        yield
+
 
 PART = 1 << 20  # words whose sum is taken at a time
 
@@ -321,3 +374,27 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# Who knows more of compiled code adds a check, which raises `Refusal`.
+checks: list[Callable[[Any], None]] = []
+
+
+def check(model: Any) -> None:
+    """Raise `Refusal` if this compiled code can't be captured."""
+    for each in (check_collectives, *checks):
+        each(model)
+
+
+def check_collectives(model: Any) -> None:
+    """Refuse code that contains collectives: it may come from a cache, compiled for other graphs than ours. Note
+    [Collectives]."""
+    if found := set(names_in(model)).intersection(COMMUNICATION):
+        message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
+        raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
+
+
+def names_in(model: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes in the code of a compiled function."""
+    code = getattr(getattr(model, "__func__", model), "__code__", None)
+    return code.co_names if code is not None else ()

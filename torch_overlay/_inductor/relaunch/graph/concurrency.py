@@ -29,6 +29,8 @@ their registers and shared memory.
 Note [Training]
 The graphs of a training step keep their edges: BERT's step gained hardly anything from fewer of them, and finding the
 independent nodes lengthens the capture.
+
+Finds the order in which the nodes of a graph run, if its edges allow one only.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
+
 
 READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, in `uses_of`
 CALLER, OUTSIDE = -2, -3  # all inputs; all memory outside of the regions
@@ -270,3 +273,22 @@ def relaxed(template: Template, edges: Sequence[tuple[int, int]], **known: Any) 
     if (order := chain_of(len(template.nodes), edges)) is None:
         return None
     return side_by_side(order, uses_of(template, order, **known))
+
+
+def only_order(nodes: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
+    """Return the numbers of the nodes, 0 to `nodes` - 1, in the only order that the edges allow; None if they allow
+    several."""
+    after: list[list[int]] = [[] for _ in range(nodes)]
+    waits_for = [0] * nodes
+    for node, later in edges:
+        after[node].append(later)
+        waits_for[later] += 1
+    ready = [node for node in range(nodes) if not waits_for[node]]
+    order: list[int] = []
+    while len(ready) == 1:
+        order.append(node := ready.pop())
+        for later in after[node]:
+            waits_for[later] -= 1
+            if not waits_for[later]:
+                ready.append(later)
+    return tuple(order) if len(order) == nodes else None

@@ -12,7 +12,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 
 
 if TYPE_CHECKING:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.launch import data_ptrs
-from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
-from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
-from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
-from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, SameInput
+from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
+from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, output_maker, SameInput
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, Unfit
-from torch_overlay._inductor.relaunch.numbers.words import values_of
+from torch_overlay._inductor.relaunch.numbers.traced import values_of
 
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ class Split:
             self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))
         self.positions = layout.inputs
         self.masks = tuple([alignments[k] - 1 for k in self.positions])
-        self.aligned = getattr(self.stages[0].call, "aligned", data_ptrs.aligned)
+        self.aligned = getattr(self.stages[0].call, "aligned", executable.aligned)
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
         self.returned += inputs_of(layout.computed)
         self.numbers = arrangement.numbers

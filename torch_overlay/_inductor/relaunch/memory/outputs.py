@@ -16,6 +16,10 @@ Note [The largest first]
 The memory of one launch is allocated all at once, so it can be allocated in any order. The caching allocator takes the
 smallest block that is large enough, and splits it. Small allocations, if they came first, would split the blocks that
 alone are large enough for the large ones.
+
+Describes what a launch of a graph for any size computes from the region's sizes.
+
+Makes a call's outputs from its inputs and the memory that was allocated for it, as a layout says.
 """
 
 from __future__ import annotations
@@ -27,12 +31,15 @@ from typing import Any, cast, TYPE_CHECKING, TypeAlias
 
 import torch
 
-from torch_overlay._inductor.relaunch.exact import exact
+from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.memory.packing import aligned
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.numbers.expressions import Expression, Result
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Given:
         if isinstance(self.value, torch.Tensor):
             same_place = self.value.data_ptr() == other.value.data_ptr() and self.value.device == other.value.device
             return same_place and view_of(self.value) == view_of(other.value)
-        return self.value is other.value or bool(exact(self.value) == exact(other.value))
+        return self.value is other.value or bool(bit_key(self.value) == bit_key(other.value))
 
     def __hash__(self) -> int:
         return hash(type(self.value))
@@ -194,3 +201,101 @@ class Layout:
         for region, number in enumerate(self.own, start=len(self.inputs)):
             names[region] = "output " + ", ".join(map(str, self.outputs_of(number)))
         return names | {self.saved_region: "saved", self.scratch_region: "scratch"}
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What a launch computes besides number slots. `expressions`: the results after those of the number slots. Where
+    one of them stands in a size, a stride or an offset, there is a `Result`."""
+
+    expressions: tuple[Expression, ...]
+    allocations: tuple[tuple[Any, Any, torch.dtype], ...]  # (size, stride, dtype) of the layout's own storages
+    outputs: Mapping[int, Any]  # (size, stride, offset) of an output in its storage; a Result for a number
+    scratch: Result | None  # bytes, if they depend on the sizes
+    derived: tuple[tuple[int, Result], ...]  # (region, bytes) where each derived region begins
+
+
+Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
+
+reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
+
+
+def output_maker(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
+    """Return a function that makes the outputs of a call from its inputs, the storages and the slab of saved outputs.
+    `empty(size, stride, dtype)` makes a tensor."""
+    recipes = layout.recipes
+    own = {number: i for i, number in enumerate(layout.own)}
+    fixed: list[Any] = [None] * len(recipes)
+    whole, of_made, of_slab, of_inputs, same, repeated, empties, computed = [], [], [], [], [], [], [], []
+    seen: set[int] = set()
+    for i, recipe in enumerate(recipes):
+        match recipe:
+            case Given(value):
+                fixed[i] = value
+            case Repeated(output):
+                repeated.append((i, output))
+            case SameInput(position):
+                same.append((i, position))
+            case OfInput(position, view):
+                of_inputs.append((i, position, view))
+            case Computed(expression):
+                computed.append((i, expression))
+            case Empty(view):
+                empties.append((i, (view.size, view.stride, view.dtype)))
+            case OfStorage(number, view) if number in own:
+                primary = layout.primary(number)
+                if view == primary and number not in seen:
+                    whole.append((i, own[number]))
+                else:
+                    of_made.append((i, own[number], view, primary.dtype if primary else None))
+                seen.add(number)
+            case OfStorage(number, view):
+                offset = layout.storages[number].offset + view.offset
+                if offset % view.dtype.itemsize:
+                    raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
+                of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
+    if whole == [(i, i) for i in range(len(recipes))]:
+        return lambda source, made, slab: tuple(made[: len(whole)])  # the slabs come after the outputs
+    types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
+
+    def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
+        result = list(fixed)
+        for i, number in whole:
+            result[i] = made[number]
+        for i, number, view, dtype in of_made:
+            result[i] = view_of_storage(made[number], view, dtype)
+        if slab is not None:
+            typed = {dtype: slab.view(dtype) for dtype in types}
+            for i, dtype, size, stride, offset in of_slab:
+                result[i] = reinterpret(typed[dtype], size, stride, offset)
+        for i, position in same:
+            result[i] = source[position]
+        for i, position, view in of_inputs:
+            result[i] = view_of_input(source[position], view)
+        for i, expression in computed:
+            result[i] = evaluate(expression, source)
+        for i, arguments in empties:
+            result[i] = empty(*arguments)
+        for i, output in repeated:
+            result[i] = result[output]
+        return tuple(result)
+
+    return make
+
+
+def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:
+    if view.dtype == dtype and not view.offset % view.dtype.itemsize:
+        return reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
+    return _typed(made, view, view.offset)
+
+
+def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
+    if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
+        return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
+    return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
+
+
+def _typed(source: torch.Tensor, view: View, offset: int) -> torch.Tensor:
+    """Return a view with the dtype of `view`, at byte `offset` of the source's storage."""
+    empty = torch.empty(0, dtype=view.dtype, device=source.device)
+    return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)

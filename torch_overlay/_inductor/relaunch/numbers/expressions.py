@@ -11,6 +11,8 @@ are expressions:
 
 A launch computes them in C, where integers have 64 bits, and an integer that becomes a float has at most 53. Numbers
 for which that is not enough are unfit: the region then runs as compiled.
+
+Expressions in the form that the C module runs (`csrc/numbers.c`).
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
 
 Expression: TypeAlias = "tuple[Any, ...]"
 
@@ -132,3 +136,45 @@ def pack(letter: str, value: Any) -> bytes:
     if type(value) is not int or kind(value).value != value:
         raise Unfit(f"{value!r} does not fit into a parameter of type {kind.__name__}")
     return bytes(kind(value))
+
+
+CODES = {name: number for number, name in enumerate(OPERATIONS)}  # as in the C source
+LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
+
+
+class Result(int):
+    """The number of a program's result, in a place where a launch takes the result: in a size, a stride, an offset."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Result and int(self) == int(other)
+
+    def __hash__(self) -> int:
+        return hash((Result, int(self)))
+
+    def __repr__(self) -> str:
+        return f"Result({int(self)})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
+    one for the result of each operation. Types are 0 for integers and 1 for floats."""
+
+    inputs: tuple[tuple[int, int], ...]  # (position, type)
+    constants: tuple[tuple[int, Any], ...]  # (type, value)
+    code: tuple[tuple[int, int, int], ...]  # (operation, register, register)
+    results: tuple[int, ...]  # the register of each expression
+
+    @staticmethod
+    def of(expressions: Sequence[Expression], others: Sequence[Expression] = ()) -> Program:
+        """`others`: expressions for which numbers have to fit, too, and which are no results."""
+        parts = dict.fromkeys(part for expression in (*expressions, *others) for part in parts_of(expression))
+        inputs, constants = ([part for part in parts if part[0] == kind] for kind in ("input", "const"))
+        steps = [part for part in parts if part[0] in CODES]
+        register = {part: i for i, part in enumerate([*inputs, *constants, *steps])}
+        return Program(
+            tuple((part[1], int(part[2] is float)) for part in inputs),
+            tuple((int(type(part[1]) is float), part[1]) for part in constants),
+            tuple((CODES[part[0]], register[part[1]], register[part[-1]]) for part in steps),
+            tuple(register[expression] for expression in expressions),
+        )

@@ -2,10 +2,13 @@
 
 A copy goes through pinned memory and doesn't block the host. The caching host allocator reuses pinned memory when the
 copy from it is done.
+
+Has rewritten graphs compiled, and has their code called with the inputs that they were rewritten to take.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import Counter
 from typing import Any, TYPE_CHECKING
@@ -14,14 +17,18 @@ import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensor
 
+from torch_overlay import config
 from torch_overlay._functorch.streams.ids import index_now
-from torch_overlay._inductor.relaunch.rewrites.graph import LARGEST
+from torch_overlay._inductor.relaunch.rewrites.graph import compiling, LARGEST, rewrite, Rewrites
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.fx import GraphModule
 
     from torch_overlay._inductor.relaunch.rewrites.graph import Resident
+
 
 MOST_CHANGES = 8  # calls in a row with other bytes; then they are not compared for a while
 PAUSE = 256  # calls
@@ -126,3 +133,35 @@ def _same(kept: torch.Tensor, tensor: torch.Tensor, size: int) -> bool:
         and not tensor.is_neg()
         and not _compare(kept.data_ptr(), tensor.data_ptr(), size)
     )
+
+
+def is_wanted(switch: Any) -> bool:
+    """True if a graph is to be rewritten, where graphs are relaunched. `switch`: Inductor's, which is on if the code is
+    to have CUDA graphs; None where there is none yet. Code that can't be split is not rewritten."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    asked = inductor_config.triton.cudagraphs if switch is None else switch
+    return bool(asked and config.cudagraph_rewrites and inductor_config.graph_partition and not V.aot_compilation)
+
+
+@contextlib.contextmanager
+def rewritten(gm: GraphModule, example_inputs: Sequence[Any], is_backward: bool) -> Iterator[list[Any]]:
+    """Rewrite a graph, which is compiled inside. Yields the example inputs of the new graph."""
+    from torch._inductor.utils import get_donated_idxs
+
+    donated = get_donated_idxs() if is_backward else None  # the code may use their memory for something else
+    found, inputs = rewrite(gm, example_inputs, donated or ())
+    with compiling(found):
+        yield inputs
+
+
+@contextlib.contextmanager
+def residing(compiled: Any) -> Iterator[tuple[tuple[tuple[str, str], ...], Residents]]:
+    """Have code that is finished inside, just compiled or from a cache, called with copies of its inputs on the device.
+    Yields what was rewritten, and the copies."""
+    found = Rewrites.read(getattr(compiled, "relaunch_rewrites", ()))
+    residents = Residents(found.resident)
+    yield found.made, residents
+    if residents.rows:
+        compiled.current_callable = residents.around(compiled.current_callable)

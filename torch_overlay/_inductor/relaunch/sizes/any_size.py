@@ -22,13 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
-from torch_overlay._inductor.relaunch.memory.outputs import Computed, Empty, OfInput, OfStorage
+from torch_overlay._inductor.relaunch.memory.outputs import Computed, Empty, OfInput, OfStorage, Sized
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Order
-from torch_overlay._inductor.relaunch.memory.sized import Sized
-from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression, OPERATIONS
-from torch_overlay._inductor.relaunch.numbers.program import Result
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
-from torch_overlay._inductor.relaunch.numbers.words import settled, slots_of
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression, OPERATIONS, Result
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped, slots_of, Traced, with_numbers_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, PointerSlot, Template
 
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.outputs import View
-    from torch_overlay._inductor.relaunch.numbers.shapes import Dims, Shapes
+    from torch_overlay._inductor.relaunch.numbers.launches import Dims, Shapes
     from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
 MOST_SCRATCH = 64  # allocations
@@ -67,7 +64,7 @@ def arrange_any_size(
     if differ := [what for what in ours if ours[what] != theirs[what]]:
         _escape(f"two calls of different sizes differ in {', '.join(differ)}")
     a, b = _based(a, offsets, first.numbers), _based(b, offsets, second.numbers)
-    template = prove((a, settled(b, a, numbers) if len(a.nodes) == len(b.nodes) else b))
+    template = prove((a, with_numbers_of(b, a, numbers) if len(a.nodes) == len(b.nodes) else b))
     return _Arranger(first, second, template, a.edges, numbers, offsets).arrangement()
 
 

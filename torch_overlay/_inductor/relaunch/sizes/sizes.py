@@ -11,16 +11,22 @@ that was made for a size or chosen for one the longest time ago, with the graphs
 Libraries choose clusters and the number of kernels by size, too, which a launch can't change. So a region may have as
 many shapes as sizes, and to instantiate a graph takes longer than a call. Where kernels can be launched one by one,
 `MOST` executables are made; a graph that fits none of them does without one.
+
+Describes an executable graph that serves several sizes, and says whether another capture may use it.
+
+`cuGraphExecKernelNodeSetParams` changes a node's function, grid, shared memory and parameters. It changes neither the
+edges nor what else a kernel is launched with (clusters, priority). So another capture fits if all this is the same.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.graph.order import only_order
+from torch_overlay._inductor.relaunch.graph.concurrency import only_order
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
-from torch_overlay._inductor.relaunch.sizes.executable import Executable, kind_of, Shape
-from torch_overlay._inductor.relaunch.sizes.functions import Functions
+from torch_overlay._inductor.relaunch.proof.functions import Functions
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 
 
 if TYPE_CHECKING:
@@ -28,7 +34,42 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, Template
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, Template
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an executable can't change. `fixed`: addresses of the state of random generators, and `drawn`: how many
+    numbers a launch draws, which is torch's to fill in."""
+
+    kinds: tuple[Any, ...]
+    edges: tuple[tuple[int, int], ...]
+    partial: tuple[tuple[int, int], ...]
+    fixed: tuple[int, ...]
+    drawn: tuple[int, ...]
+
+    @staticmethod
+    def of(graph: CapturedGraph, fixed: Any, drawn: tuple[int, ...]) -> Shape:
+        return Shape(tuple(map(kind_of, graph.nodes)), graph.edges, graph.partial, tuple(fixed), drawn)
+
+
+def kind_of(node: Node) -> Any:
+    return (KernelNode, node.ctx, node.attributes) if isinstance(node, KernelNode) else type(node)
+
+
+@dataclass(eq=False)
+class Executable:
+    """An executable graph, or one for each stage, with the arrangement that it was made for. `is_uncut`: it was to have
+    stages, and the driver could not cut the graph."""
+
+    shape: Shape
+    arrangement: Arrangement
+    launchers: list[Any]
+    is_uncut: bool = False
+
+    def fits(self, arrangement: Arrangement) -> bool:
+        """True if these are the stages of the executable."""
+        return [stage.nodes for stage in arrangement.stages] == [stage.nodes for stage in self.arrangement.stages]
 
 
 OWN = 4  # so many sizes have executables of their own

@@ -4,7 +4,6 @@ import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
@@ -12,6 +11,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Layout,
     OfInput,
     OfStorage,
+    output_maker,
     Repeated,
     SameInput,
     Storage,

@@ -1,4 +1,11 @@
-"""Find the memory of other streams that an operation reads in eager.
+"""Find the operations that the elements of a view come from, where only a part of its memory was updated.
+
+`v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
+update left alone is in eager what it was, and whoever had waited for `x + y` may read it; the same must hold of that
+column in the new value. Views are followed where they select along dimensions; any other view counts as all of
+its base.
+
+Find the memory of other streams that an operation reads in eager.
 
 Eager frees a tensor with its last reference, and the allocator may at once reuse its block for work of the stream that
 allocated it, even if other streams still read it. A program that drops a side stream's tensor like that lives with the
@@ -25,8 +32,9 @@ reads, and those of a kernel that reads the same stream's memory in both ways.
 
 from __future__ import annotations
 
+import math
 import operator
-from typing import Any, TYPE_CHECKING, TypeVar
+from typing import Any, TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -48,6 +56,117 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
+
+
+_aten = torch.ops.aten
+Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along each dimension
+
+
+def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
+    """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
+    too few.
+    """
+    if box is None and (box := _whole(node)) is None:
+        return {node}
+    args: Any = node.args
+    target = node.target
+    if target in (_aten.slice_scatter.default, _aten.select_scatter.default):
+        base, update = args[0], args[1]
+        if (found := _selected(node, base, 2)) is None:
+            return writers_of_elements(base) | writers_of_elements(update)
+        dim, taken = found
+        if not _meet(box[dim], taken):
+            return writers_of_elements(base, box)
+        inside = (range(len(taken)),) if target is _aten.slice_scatter.default else ()
+        made = writers_of_elements(update, (*box[:dim], *inside, *box[dim + 1 :]))
+        return made if _contains(taken, box[dim]) else made | writers_of_elements(base, box)
+    if target in (_aten.slice.Tensor, _aten.select.int):
+        if (found := _selected(node, args[0], 1)) is None:
+            return writers_of_elements(args[0])
+        dim, taken = found
+        kept = 1 if target is _aten.slice.Tensor else 0
+        indices = taken[box[dim].start : box[dim].stop : box[dim].step] if kept else taken
+        return writers_of_elements(args[0], (*box[:dim], indices, *box[dim + kept :]))
+    if target in (_aten.alias.default, _aten.detach.default):
+        return writers_of_elements(args[0], box)
+    if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
+        order = _order(node, len(box))
+        return writers_of_elements(args[0], tuple(box[order.index(d)] for d in range(len(box))))
+    if is_view(node) and isinstance(args[0], torch.fx.Node):
+        return writers_of_elements(
+            args[0], _box_before_split(node, args[0], box) if target is _aten.view.default else None
+        )
+    return {node}
+
+
+def _whole(node: Node) -> Box | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+        return None
+    return tuple(map(range, value.shape))
+
+
+def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
+    """Return the dimension of the base along which a node selects, by the node's arguments from the index `first` on,
+    and the selected indices; None if that isn't known.
+    """
+    if (whole := _whole(base)) is None or not whole or node.kwargs:
+        return None
+    arguments: Any = (*node.args[first:], *(0,) * (len(node.args) == first))
+    dim, *where = arguments
+    if not isinstance(dim, int) or not all(n is None or isinstance(n, int) for n in where):
+        return None
+    size = whole[dim]
+    if node.target in (_aten.select.int, _aten.select_scatter.default):
+        (index,) = where
+        return dim % len(whole), size[index : index + 1 or None]
+    start, stop, step = (*where, *(None,) * (3 - len(where)))
+    return dim % len(whole), size[slice(start, stop, step)]
+
+
+def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
+    """Return the box in the base of a view that only splits one dimension in two, as `unflatten` does; None for other
+    views.
+    """
+    made, given = _whole(node), _whole(base)
+    if made is None or given is None or len(made) != len(given) + 1:
+        return None
+    dim = next((d for d, (a, b) in enumerate(zip(made, given)) if a != b), len(given) - 1)
+    if made[dim + 2 :] != given[dim + 1 :]:
+        return None
+    outer, inner, size = box[dim], box[dim + 1], len(made[dim + 1])
+    if len(outer) == 1:
+        taken = range(outer[0] * size + inner.start, outer[0] * size + inner.stop, inner.step)
+    elif inner == made[dim + 1] and outer.step == 1 and outer:
+        taken = range(outer[0] * size, (outer[-1] + 1) * size)
+    else:
+        taken = given[dim]
+    return (*box[:dim], taken, *box[dim + 2 :])
+
+
+def _order(node: Node, dims: int) -> list[int]:
+    """Return, for each dimension of a permutation, the dimension of its base that it is."""
+    args: Any = node.args
+    order = list(range(dims))
+    if node.target is _aten.permute.default:
+        return [d % dims for d in args[1]]
+    one, other = (args[1], args[2]) if node.target is _aten.transpose.int else (0, 1)
+    if dims > 1:
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _meet(a: range, b: range) -> bool:
+    """True if the ranges have an index in common. The common indices are equally spaced."""
+    if not a or not b:
+        return False
+    first = max(0, -(-(b[0] - a[0]) // a.step))
+    return any(i in b for i in a[first : first + b.step // math.gcd(a.step, b.step)])
+
+
+def _contains(whole: range, part: range) -> bool:
+    return not part or (part[0] in whole and part[-1] in whole and (len(part) == 1 or not part.step % whole.step))
+
 
 _Noted = TypeVar("_Noted")
 
@@ -93,7 +212,7 @@ def _mutated_argument(node: Node) -> Node | None:
     """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
     results; None if the node is no new value of an argument.
     """
-    call, place = _selected(node)
+    call, place = _call_and_place(node)
     if lists := _updated_lists(call):
         which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
         return lists[which[0]][place[-1]] if place and which else None
@@ -101,7 +220,7 @@ def _mutated_argument(node: Node) -> Node | None:
     return written.get(place[0]) if written and len(place) == 1 else None
 
 
-def _selected(node: Node) -> tuple[Node, list[Any]]:
+def _call_and_place(node: Node) -> tuple[Node, list[Any]]:
     """Return the operator that a value is a result of, and the indices that select the value from the results."""
     place: list[Any] = []
     call: Any = node
@@ -135,7 +254,7 @@ def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
     each in a list among the results.
     """
     if len(noted) > 1:
-        call, place = _selected(node)
+        call, place = _call_and_place(node)
         results, index = call.meta.get("val"), 0
         for i in place:
             index += len(pytree.tree_leaves(results[:i])) if results else i
@@ -178,7 +297,7 @@ def _chain(node: Node, updates: bool) -> Iterator[Node]:
         node = base
 
 
-def _maker(node: Node, updates: bool) -> Node:
+def _allocating_node(node: Node, updates: bool) -> Node:
     """Return the node that made a value's memory, the last of `_chain`."""
     *_, made = _chain(node, updates)
     return made
@@ -192,7 +311,7 @@ def _is_updated(value: Node, update: Node) -> bool:
     # `own` isn't known for a result of an operator with several, as of an update of a list.
     if storages and own is not None:
         return own in storages
-    return _maker(value, updates=True) is _maker(update, updates=True)
+    return _allocating_node(value, updates=True) is _allocating_node(update, updates=True)
 
 
 def returned_storages(output: Node) -> dict[Storage, set[Node]]:
@@ -200,7 +319,7 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     found: dict[Storage, set[Node]] = {}
     for value in output.all_input_nodes:
         if (storage := _storage(value)) is not None:
-            found.setdefault(storage, set()).add(_maker(value, updates=False))
+            found.setdefault(storage, set()).add(_allocating_node(value, updates=False))
     return found
 
 
@@ -230,14 +349,14 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory,
     recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         if (storage := _storage(record.args[0])) is not None:
-            recorded.setdefault(storage, []).append((_maker(record.args[0], updates=False), record.args[1]))
+            recorded.setdefault(storage, []).append((_allocating_node(record.args[0], updates=False), record.args[1]))
     goes_on = registry.current().goes_on
     known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
     found = []
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
-            made = _maker(value, updates=False)
+            made = _allocating_node(value, updates=False)
             others = {s for m, s in recorded.get(_storage(value), ()) if m is not made}
             if goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
                 others.update(known)  # which stream's memory generated code takes for it is not known yet
@@ -253,12 +372,12 @@ def record_inputs(graph: Graph) -> None:
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         given, value, *_ = copy.args
         if given.op == "placeholder":
-            written[_maker(value, updates=False)] = given
+            written[_allocating_node(value, updates=False)] = given
             if (storage := _storage(value)) is not None:
                 written[storage] = given
     for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         value = record.args[0]  # type: ignore[assignment]
-        made, first = _maker(value, updates=False), _maker(value, updates=True)
+        made, first = _allocating_node(value, updates=False), _allocating_node(value, updates=True)
         own = first if first.op == "placeholder" else written.get(made) or written.get(_storage(value))
         if own is not None:
             record.args = (own, *record.args[1:])
@@ -281,7 +400,7 @@ def foreign_reads(
     written = written_arguments(node).values()
     for value in node.all_input_nodes:
         # Functionalization makes a new value for each update, in memory of the stream that updates.
-        made = _maker(value, updates=False)
+        made = _allocating_node(value, updates=False)
         stream = node_stream(made)
         if made.op != "call_function" or stream == node_stream(node):
             continue
@@ -297,11 +416,4 @@ def foreign_reads(
     return tuple(sorted(found))
 
 
-__all__ = [
-    "foreign_reads",
-    "memory_stream",
-    "result_memory",
-    "results_made",
-    "returned_storages",
-    "saved_in_eager",
-]
+__all__ = ["foreign_reads", "memory_stream", "result_memory", "results_made", "returned_storages", "saved_in_eager"]

@@ -5,11 +5,18 @@ size, launches many of the same functions, with other numbers and at other addre
 is a pointer, and nothing else is. A library may load the same function again for each size, so functions are the same
 if their names and the sizes of their parameters are. Nothing is known of a function that no proof has seen, or that has
 an address at another place: a second capture proves the nodes that launch it.
+
+Reads the declared parameters of the kernels in a generated module, for `prove.prove(signatures=...)`.
+
+Triton knows of each parameter whether it is a pointer or a number. The proof uses that twice: a pointer that moved in
+no known way is refused even where it could pass for garbage, and a number that equals an address by coincidence is no
+reason for another capture. Kernels are identified by their function handle, since names repeat.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 from typing import Any, TYPE_CHECKING
 
@@ -26,11 +33,12 @@ from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
-POINTER = 8  # bytes
+
+POINTER_BYTES = 8  # bytes
 
 
 class Unknown(Exception):
@@ -124,8 +132,8 @@ class _Form:
                     raise Unknown(f"parameter {number}: no word begins at offset {offset}")
                 self._skip(number, at, offset)
                 self.slots.append((self.items, number, offset))
-                self.text, self.items, at = f"{self.text}Q", self.items + 1, offset + POINTER
-            end = len(value) // 4 * 4 if len(value) >= POINTER else at
+                self.text, self.items, at = f"{self.text}Q", self.items + 1, offset + POINTER_BYTES
+            end = len(value) // 4 * 4 if len(value) >= POINTER_BYTES else at
             self._skip(number, at, end)
             self.text += f"{len(value) - end}x"
         self.unpack = struct.Struct(self.text).unpack
@@ -178,3 +186,95 @@ class _Scan:
             raise Unknown(f"parameter {number}: {self.addresses_of.describe(word)}")
         place = self.found[word] = places[0]
         return place
+
+
+POINTER, SCALAR, UNKNOWN = "p", "s", "?"
+READ, WRITE, HIDDEN = "r", "w", "h"  # hidden: memory that the program doesn't know of
+ONLY_READ = re.compile(r"in_ptr\d+")
+# Kernels that Inductor writes itself: they load and store at their parameters, and look for addresses nowhere else.
+WRITTEN_BY_INDUCTOR = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION")
+SCRATCH = POINTER * 2  # Triton's global and profile scratch, after the declared parameters
+
+
+def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Return function handle -> a letter per parameter, for the Triton kernels among a module's globals. Kernels that
+    have not been loaded yet, and those with parameters of other kinds, are left out."""
+    found: dict[int, str] = {}
+    for value in list(namespace.values()):
+        for launcher in getattr(value, "launchers", None) or ():
+            binary = binary_of(launcher)
+            letters = _letters(binary)
+            if letters is not None:
+                found.update(dict.fromkeys(_handles(binary), letters))
+    return found
+
+
+def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Return function handle -> a letter per parameter, for the kernels that Inductor writes. The letter of a pointer
+    says whether the kernel only reads there, or may write."""
+    found: dict[int, str] = {}
+    for value in list(namespace.values()):
+        if getattr(getattr(value, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
+            continue
+        letters = _reads_and_writes(value)
+        for launcher in getattr(value, "launchers", None) or ():
+            binary = binary_of(launcher)
+            declared = _letters(binary)
+            # Triton's scratch memories are after the parameters that have names.
+            if declared is not None and declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
+                whole = letters + HIDDEN * (len(declared) - len(letters))
+                found.update(dict.fromkeys(_handles(binary), whole))
+    return found
+
+
+UNNAMED = str.maketrans({READ: POINTER, WRITE: POINTER})
+
+
+def _reads_and_writes(kernel: Any) -> str:
+    """Return a letter per parameter. A kernel only reads a pointer called in_ptr<n>, unless it is listed as mutated."""
+    letters = ""
+    constants = kernel.triton_meta.get("constants", {})
+    for position, (name, kind) in enumerate(kernel.triton_meta["signature"].items()):
+        if kind == "constexpr" or name in constants or (position,) in constants:
+            continue
+        if not str(kind).startswith("*"):
+            letters += SCALAR
+        else:
+            letters += READ if ONLY_READ.fullmatch(name) and name not in kernel.mutated_arg_names else WRITE
+    return letters
+
+
+def binary_of(launcher: Any) -> Any:
+    """Return the kernel object of a launcher: Triton's, or that of torch's static launcher, whose method it runs."""
+    scope = getattr(launcher, "__globals__", {})
+    return getattr(launcher, "bin", None) or scope.get("bin") or getattr(scope.get("runner"), "__self__", None)
+
+
+def _handles(binary: Any) -> Iterator[int]:
+    """Yield the kernel's function handles: torch's static launcher has one for each device that the kernel ran on."""
+    functions = getattr(binary, "functions", None) or {}
+    for function in (getattr(binary, "function", None), *functions.values()):
+        if function:
+            yield int(function)
+
+
+def _letters(binary: Any) -> str | None:
+    static = getattr(binary, "arg_tys", None)
+    if static is not None:
+        letters = "".join({"O": POINTER, "M": UNKNOWN}.get(letter, SCALAR) for letter in static)
+        for flag in ("has_global_scratch", "has_profile_scratch"):
+            letters += POINTER if getattr(binary, flag, False) else ""
+        return letters
+    source = getattr(binary, "src", None)
+    signature = getattr(source, "signature", None)
+    if signature is None:
+        return None
+    constants = {key[0] for key in getattr(source, "constants", {}) if isinstance(key, tuple) and len(key) == 1}
+    letters = ""
+    for position, kind in enumerate(signature.values()):
+        if kind == "constexpr" or position in constants:
+            continue
+        if not isinstance(kind, str) or kind.startswith(("tensordesc", "nvTmaDesc")):
+            return None
+        letters += POINTER if kind.startswith("*") else SCALAR
+    return letters + SCRATCH

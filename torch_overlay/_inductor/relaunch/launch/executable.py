@@ -1,0 +1,524 @@
+"""Makes the C module's `Blocks` of a proven graph: the parameters of its nodes, as the driver reads them.
+
+Reads the addresses of many tensors at once.
+
+    same(tensors, addresses, indices)   is tensors[i].data_ptr() == addresses[i] for all i of indices?
+    addresses(tensors, indices)         (tensors[i].data_ptr(), ...)
+    aligned(tensors, indices, masks)    has no address a bit in common with its mask?
+
+The functions here call torch. By every public way, from C too, an address takes 60 ns, which is 10 us for the 149
+parameters of a model with 16 layers: more than the rest of a relaunch. So the C module (`csrc/data_ptr.c`) reads the
+fields of the tensor in memory instead.
+
+Note [Fields of a tensor]
+A Python tensor holds a pointer to a TensorImpl; the TensorImpl holds a pointer to a StorageImpl, an offset, a length
+and the number of a dtype; the StorageImpl holds the address. Where these fields lie is fixed for a build of torch, and
+promised nowhere: before the module reads anything, `teach` compares what it would read with `data_ptr()` for tensors of
+each dtype, views, parameters and others. If one differs, the module forgets the dtypes. For a tensor that has no
+storage, no elements or an unknown dtype, the module calls `data_ptr()`. As a part of libtorch_python it would be a
+C++ function of ten lines.
+
+A flag of a storage says that its address must be asked for before anybody writes: a storage that is copied on write
+(`torch._lazy_clone`) shares its address with another one until then. `data_ptr()` gives it memory of its own, so the
+module calls it for those tensors, too, whether the graph writes there or not; the launcher of a kernel does the same.
+
+The module caches no field: `p.data = x` exchanges the storage in the same TensorImpl, a storage that is resized moves,
+and torch.utils.swap_tensors exchanges the TensorImpl of the same Python object.
+
+Wraps the part of the C module that patches executables and launches them.
+
+*Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.blocks`), which has
+`patch(bases)` (`csrc/patch.c`).
+
+*Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call (`csrc/bind.c`).
+
+Patches the memcpy nodes of a captured graph: the copies between the device and pinned host memory.
+
+A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
+(Copies within the device become kernels: `graph.tidy`.)
+
+Note [The memory that a memcpy node was made for]
+1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
+   when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
+   memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
+2. If the driver still refuses, at the first launch or a later one, `Patcher.rebuild` patches the nodes in the graph
+   itself, which always works, and instantiates the executable again. That is correct and slow: a region for which it
+   happens `MOST_REBUILDS` times runs without a graph from then on, and says why.
+3. A copy of several rows can never be patched in an executable, so it is rebuilt from the start.
+
+Patches an executable graph to run on other memory, and launches it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import logging
+import os
+import struct
+import weakref
+from operator import and_, itemgetter
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+
+from torch_overlay import csrc
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.subgraph import Part
+from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CopyNode,
+    EmptyNode,
+    FillNode,
+    FIXED,
+    KernelNode,
+    Refusal,
+    Template,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot, PointerSlot
+
+
+KERNEL, FILL, COPY = range(3)
+# A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap requires.
+GRID_AT, PARAMETERS_AT = 8, 128
+REGION_AND_NODE = itemgetter(3, 0)  # of a pointer slot
+MEMCPY_DESTINATION, MEMCPY_SOURCE = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
+ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+
+
+def make_blocks(
+    module: Any,
+    exec_handle: int,
+    nodes: Iterable[Node],
+    slots: Iterable[PointerSlot],
+    regions: int,
+    numbers: Sequence[NumberSlot] = (),
+    shared: Any = None,
+) -> Any:
+    """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template
+    with so many regions. `shared`: the `Shared` of an executable that several templates use; then a launch sets every
+    node that the executable holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`).
+
+    `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
+    moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
+    returns the number of nodes set. It compares a base with that of the last call that had one for the region; if the
+    driver refuses a node, the error says which, and the next call sets every node again (`stale`). Hold a lock over
+    patch() and the launch, so that no other thread patches in between.
+
+    The blocks live as long as the object, and the object must live as long as the executable is patched.
+    """
+    patched = sorted(slots, key=REGION_AND_NODE)
+    wanted = {slot[0] for slot in (*patched, *numbers)}
+    if shared is not None:
+        wanted = {node.index for node in nodes if not isinstance(node, EmptyNode)}
+    by_index = {node.index: node for node in nodes if node.index in wanted}
+    if shared is not None and shared.launches is not None:  # the blocks are in the order of launch
+        by_index = {index: by_index[index] for index, _ in shared.launches}
+    position = {index: place for place, index in enumerate(by_index)}
+    context = 0
+    if not all(isinstance(node, KernelNode) for node in by_index.values()):
+        context = module.context()
+    blocks = tuple(_block(node, context) for node in by_index.values())
+    held = {index: _pointers(node) for index, node in by_index.items()}
+    places = []
+    for index, parameter, offset, region, delta in patched:
+        begin, last = held[index][parameter]
+        if not 0 <= offset <= last:
+            where = f"node {index} ({by_index[index].name}), parameter {parameter}"
+            raise ValueError(f"{where}: no pointer slot at {offset}")
+        places.append((position[index], begin + offset, region, delta))
+    words = tuple(
+        [(position[slot.node], _word(by_index[slot.node], slot), LETTERS.index(slot.letter)) for slot in numbers]
+    )
+    others = None if shared is None else (shared, tuple(by_index))
+    return module.Blocks(exec_handle, blocks, tuple(places), regions, words, others)
+
+
+def _word(node: Node, slot: NumberSlot) -> int:
+    """Return the offset of the number slot in the node's block."""
+    if slot.parameter < 0:
+        return GRID_AT + 4 * (-1 - slot.parameter)
+    return PARAMETERS_AT + node.parameters[slot.parameter][0]
+
+
+def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:
+    """Return (kind, handle, context, label, block, offsets of the arguments in the block) of a node."""
+    label = f"node {node.index} ({node.name})"
+    if isinstance(node, KernelNode):
+        size = max([offset + len(value) for offset, value in node.parameters], default=0)
+        block = bytearray(PARAMETERS_AT + size)
+        struct.pack_into(
+            "<Q7I4x4Q", block, 0, node.func, *node.grid, *node.block, node.shared_bytes, 0, 0, node.kern, node.ctx
+        )
+        for offset, value in node.parameters:
+            at = PARAMETERS_AT + offset
+            block[at : at + len(value)] = value
+        arguments = tuple([PARAMETERS_AT + offset for offset, _ in node.parameters])
+        return KERNEL, node.handle, 0, label, bytes(block), arguments
+    if isinstance(node, FillNode):
+        fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
+        return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
+    if isinstance(node, CopyNode):
+        source = (*_side(node.src, node.src_on_host), node.src_pitch, node.src_height)
+        destination = (*_side(node.dst, node.dst_on_host), node.dst_pitch, node.dst_height)
+        extent = (node.width, node.height, node.depth)
+        return COPY, node.handle, context, label, struct.pack("<25Q", *source, *destination, *extent), ()
+    raise TypeError(f"{label} holds no parameter that can be patched")
+
+
+def _side(address: int, on_host: bool) -> tuple[int, ...]:
+    """Return one side of a CUDA_MEMCPY3D up to its pitch: position in the array, kind of memory, and address."""
+    return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
+
+
+def _pointers(node: Node) -> list[tuple[int, int]]:
+    """Return for each parameter its offset in the node's block, and the last offset in it at which a pointer fits."""
+    if isinstance(node, KernelNode):
+        return [(PARAMETERS_AT + offset, len(value) - 8) for offset, value in node.parameters]
+    return [(MEMCPY_DESTINATION, 0), (MEMCPY_SOURCE, 0)] if isinstance(node, CopyNode) else [(0, 0)]
+
+
+log = logging.getLogger(__name__)
+
+
+def same(tensors: Sequence[Any], addresses: Sequence[int], indices: Sequence[int]) -> bool:
+    equal: Any = torch._C._tensors_data_ptrs_at_indices_equal
+    return equal(list(tensors), list(addresses), list(indices))
+
+
+def addresses(tensors: Sequence[Any], indices: Sequence[int]) -> tuple[int, ...]:
+    return tuple([tensors[i].data_ptr() for i in indices])
+
+
+def aligned(tensors: Sequence[Any], indices: Sequence[int], masks: Sequence[int]) -> bool:
+    return not any(map(and_, addresses(tensors, indices), masks))
+
+
+def teach(native: Any) -> bool:
+    """Teach the C module the item size of each dtype. True if it then reads the right address of every probe; else it
+    calls `data_ptr()` of each tensor."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for dtype, size in item_sizes().items():
+                native.learn(torch.Tensor, torch.empty(1, dtype=dtype), size)
+            native.learn(torch.Tensor, torch.nn.Parameter(torch.ones(1)), torch.ones(1).itemsize)
+            with torch.enable_grad():
+                found = probes()
+        if native.addresses(found) != tuple([t.data_ptr() for t in found]):
+            raise RuntimeError("a tensor's fields lie elsewhere than the C module looks for them")
+    except Exception as error:
+        native.learn(torch.Tensor, None, 0)
+        log.info("addresses of tensors are asked for, some 60 ns each: %s", error)
+        return False
+    return True
+
+
+def probes() -> list[torch.Tensor]:
+    """Return tensors of many kinds, in host memory: Note [Fields of a tensor]."""
+    shared = torch.ones(5)
+    made = [torch._lazy_clone(shared), torch._lazy_clone(shared)[1:], shared]
+    for dtype in item_sizes():
+        for size in ((7,), (3, 5), ()):
+            whole = torch.empty(size, dtype=dtype)
+            made.append(whole)
+            if size:
+                made += [whole[1:], whole[-1], whole[1:].detach()]
+    base = torch.ones(4, 6)
+    grown = torch.empty(0).resize_(11)
+    made += [torch.nn.Parameter(base), torch.nn.Parameter(base[1:, 2:], requires_grad=False), base.t(), base[2:].T]
+    made += [base.clone().requires_grad_().exp(), base.expand(3, 4, 6), grown, grown[3:], torch.empty(0), base[4:]]
+    other = torch.nn.Parameter(torch.ones(3))
+    other.data = base[1]
+    return [*made, other, torch.ones(8).view(torch.int16)[5:], torch.ones(3, dtype=torch.complex64).conj().imag]
+
+
+def item_sizes() -> dict[torch.dtype, int]:
+    """Return dtype -> bytes of an element, for the dtypes that compiled code uses."""
+    names = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64"
+    names += " complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+    return {dtype: dtype.itemsize for name in names.split() if (dtype := getattr(torch, name, None)) is not None}
+
+
+TORCH_FUNCTIONS = (
+    "aoti_torch_get_current_cuda_stream",
+    "aoti_torch_cuda_caching_allocator_raw_alloc",
+    "aoti_torch_cuda_caching_allocator_raw_delete",
+)
+
+
+def complete(module: Any) -> Any:
+    """Prepare `relaunch` of the extension module: teach it the fields of tensors, and add `Exec`."""
+    teach(module)
+    module.Exec = functools.partial(make_blocks, module)
+    return module
+
+
+@functools.cache
+def implementation() -> Any:
+    """Return the C module, one a process. Raise `Refusal` if it can't be built: then there are no CUDA graphs."""
+    try:
+        return complete(csrc.extension().relaunch)
+    except csrc.NotBuiltError as error:
+        raise Refusal("c-module", str(error)) from None
+
+
+def _built() -> Any:
+    """Return the C module if `implementation` has built it already; else None."""
+    return implementation() if implementation.cache_info().currsize else None
+
+
+@functools.cache
+def torch_functions() -> tuple[int, ...]:
+    """Return the addresses of torch's C functions that get the current stream of a device, and allocate and free
+    memory. Torch's Python functions do the same, and take a microsecond longer."""
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
+        functions = [getattr(library, name) for name in TORCH_FUNCTIONS]
+    except (OSError, AttributeError) as error:
+        log.info("relaunches ask torch's Python functions for memory (%s)", error)
+        return (0,) * len(TORCH_FUNCTIONS)
+    return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
+
+
+def launching() -> bool:
+    """True if this thread is in the middle of a launch by the C module."""
+    module = _built()
+    return module is not None and module.launching()
+
+
+def shared(template: Template, order: Sequence[int] | None = None) -> Any:
+    """Return the `Shared` for an executable of the template's graph. `order`: that of the nodes, if kernels may be
+    launched one by one."""
+    return implementation().Shared(_count(template), None if order is None else _launches(template, order))
+
+
+def by_node_only(template: Template, order: Sequence[int]) -> Any:
+    """Return a `Shared` for a template without an executable, whose kernels are always launched one by one."""
+    return implementation().Shared(_count(template), _launches(template, order), True)
+
+
+def _count(template: Template) -> int:
+    return 1 + max((node.index for node in template.nodes), default=-1)
+
+
+def _launches(template: Template, order: Sequence[int]) -> tuple[tuple[int, bytes], ...]:
+    kernels = {node.index: node.attributes for node in template.nodes if isinstance(node, KernelNode)}
+    return tuple([(index, kernels[index]) for index in order if index in kernels])
+
+
+MOST_REBUILDS = 16
+REFUSED = "cuGraphExecMemcpyNodeSetParams"  # stands in the error if the driver refuses to patch a copy
+DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
+
+
+def moving(template: Template) -> dict[CopyNode, set[int]]:
+    """Return the memcpy nodes that a launch may have to patch, each with its parameters that are pointers."""
+    nodes = {node.index: node for node in template.nodes if isinstance(node, CopyNode)}
+    found: dict[CopyNode, set[int]] = {}
+    for slot in template.slots if nodes else ():
+        if slot.node in nodes and slot.region != FIXED:
+            found.setdefault(nodes[slot.node], set()).add(slot.parameter)
+    return found
+
+
+def is_linear(node: CopyNode) -> bool:
+    return node.height <= 1 and node.depth <= 1
+
+
+def extent(node: CopyNode, parameter: int) -> int:
+    """Return the bytes that one side of the copy spans, from its first byte to its last."""
+    pitch, rows = (node.dst_pitch, node.dst_height) if parameter == DESTINATION else (node.src_pitch, node.src_height)
+    height, depth = max(node.height, 1), max(node.depth, 1)
+    return node.width + pitch * (height - 1 + rows * (depth - 1))
+
+
+def settle(
+    template: Template, empty: Callable[[int], torch.Tensor], driver: Driver | None = None
+) -> torch.Tensor | None:
+    """Point the memcpy nodes of a graph at ordinary memory, before the graph is instantiated or cloned. Return that
+    memory, which has to live until the graph is instantiated. `empty(nbytes)` allocates it."""
+    nodes = moving(template)
+    if not nodes:
+        return None
+    driver = driver or NativeDriver()
+    # Two halves, for the two ends of a copy.
+    half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
+    half = -(-half // 512) * 512
+    memory = empty(2 * half)
+    for node, parameters in nodes.items():
+        addresses = {p: memory.data_ptr() + p * half for p in parameters}
+        driver.set_memcpy(node.handle, pointed(node, addresses))
+    return memory
+
+
+def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
+    """Return the node with these addresses, by parameter, in place of its own."""
+    return dataclasses.replace(node, dst=addresses.get(DESTINATION, node.dst), src=addresses.get(SOURCE, node.src))
+
+
+class Patcher:
+    """Patches an executable that has copies. `graph` has `instantiate()`, which replaces its executable, and
+    `raw_cuda_graph_exec()`. `given_up(message)` is called when the executable has been rebuilt too often, until it
+    returns True."""
+
+    given_up: Callable[[str], bool] | None = None
+
+    def __init__(
+        self,
+        graph: Any,
+        template: Template,
+        *,
+        upload: Callable[[Any], None],
+        synchronize: Callable[[], None],
+        driver: Driver | None = None,
+        make: Callable[..., Any] | None = None,
+    ) -> None:
+        self.graph, self.template, self.driver = graph, template, driver
+        self.upload, self.synchronize = upload, synchronize
+        self.make = make or implementation().Exec
+        self.copies = tuple(moving(template))
+        of_copies = {node.index for node in self.copies}
+        self.copy_slots = [s for s in template.slots if s.node in of_copies and s.region != FIXED]
+        self.other_slots = tuple(s for s in template.slots if s.node not in of_copies)
+        self.bases: list[int | None] = [None] * template.regions
+        self.rebuilds = 0
+        self.placed: dict[CopyNode, dict[int, int]] = {}  # addresses of the copies in the rebuilt executable
+        self.by_graph = not all(map(is_linear, self.copies))
+        self.exec = self._exec()
+
+    def _exec(self) -> Any:
+        slots = self.other_slots if self.by_graph else self.template.slots
+        return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, slots, self.template.regions)
+
+    def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
+        """Write the bases, as `native.Exec.patch` does; rebuild the executable if the driver refuses a copy."""
+        for region, base in zip(range(self.template.regions) if regions is None else regions, bases):
+            if base is not None:
+                self.bases[region] = base if isinstance(base, int) else base.data_ptr()
+        if not self.by_graph:
+            try:
+                return self.exec.patch(bases, regions)
+            except RuntimeError as error:
+                if REFUSED not in str(error):
+                    raise
+                log.info("a graph is instantiated anew, for its copies can't be pointed elsewhere: %s", error)
+                self.by_graph, self.why = True, str(error)
+        elif self.wanted() == self.placed:
+            return self.exec.patch(bases, regions)
+        return self.rebuild()
+
+    why = "a copy of several rows can't be pointed at other memory"
+
+    def wanted(self) -> dict[CopyNode, dict[int, int]]:
+        """Return the addresses that the copies need for the current bases, by node and parameter."""
+        by_index = {node.index: node for node in self.copies}
+        found: dict[CopyNode, dict[int, int]] = {}
+        for slot in self.copy_slots:
+            if (base := self.bases[slot.region]) is None:
+                raise ValueError(f"region {slot.region} has no base yet")
+            found.setdefault(by_index[slot.node], {})[slot.parameter] = base + slot.delta
+        return found
+
+    def rebuild(self) -> int:
+        """Instantiate again: Note [The memory that a memcpy node was made for], 2. Return the number of nodes set."""
+        self.driver = self.driver or NativeDriver()
+        wanted = self.wanted()
+        for node, addresses in wanted.items():
+            self.driver.set_memcpy(node.handle, pointed(node, addresses))
+        self.placed = {}  # the old executable is gone, even if there is no new one
+        self.synchronize()  # it may be running
+        self.graph.instantiate()
+        self.upload(self.graph)
+        self.placed = wanted
+        self.exec = self._exec()
+        self.rebuilds += 1
+        counters["torch_overlay"]["cudagraph_rebuilds"] += 1
+        if self.rebuilds >= MOST_REBUILDS and self.given_up is not None:
+            why = f"its copies moved {self.rebuilds} times, and each time it was made anew: {self.why}"
+            self.given_up = None if self.given_up(why) else self.given_up
+        return self.exec.patch(self.bases) + len(self.copies)
+
+
+live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
+
+
+def emptied(template: Template) -> Template:
+    """Return a template without its nodes and pointer slots."""
+    return dataclasses.replace(template, nodes=(), slots=())
+
+
+class Launcher:
+    """An executable graph with its template: `patch` points it at other memory, `replay` launches it. With `shared`,
+    other launchers have the same executable, each with a template of its own."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False, shared: Any = None
+    ) -> None:
+        self.graph = graph
+        self.shared = shared
+        self.template, self.nodes = template, len(template.nodes)
+        self.handles = {} if shared is None else {node.index: node.handle for node in template.nodes}
+        self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
+        self.patcher: Patcher | None = None
+        if moving(template):
+            self.patcher = Patcher(graph, template, upload=upload, synchronize=torch.cuda.synchronize)
+            self.exec = None  # the patcher replaces its own at each rebuild
+            self.patch: Callable[..., int] = self.patcher.patch
+        else:
+            parts = template.nodes, template.slots, template.regions, template.numbers, shared
+            self.exec = implementation().Exec(graph.raw_cuda_graph_exec(), *parts)
+            self.patch = self.exec.patch
+        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
+        self.replay: Callable[[], None] = (
+            graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
+        )
+        live_launchers.add(self)
+
+    def like(self, template: Template) -> Launcher:
+        """Return a launcher of the same executable with another template, whose nodes are those of this one's with
+        other parameters."""
+        nodes = tuple([dataclasses.replace(node, handle=self.handles[node.index]) for node in template.nodes])
+        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared)
+
+    def forget(self) -> None:
+        """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
+        memory, for each size of a region, and the garbage collector walks them."""
+        if self.patcher is None:
+            self.template = emptied(self.template)
+
+
+class ByNode:
+    """A launcher without an executable: it launches the kernels of a template one by one, in an `order`."""
+
+    shared = patcher = None
+    direct = True
+
+    def __init__(self, template: Template, order: Sequence[int]) -> None:
+        self.template, self.nodes = template, len(template.nodes)
+        shared = by_node_only(template, order)
+        parts = template.nodes, template.slots, template.regions, template.numbers, shared
+        self.exec = implementation().Exec(0, *parts)
+        self.patch: Callable[..., int] = self.exec.patch
+
+    def replay(self) -> None:
+        raise RuntimeError("there is no executable")
+
+    def forget(self) -> None:
+        """Drop the nodes and the pointer slots, as `Launcher.forget`."""
+        self.template = emptied(self.template)
+
+
+def upload(graph: Any) -> None:
+    """Upload the executable to the device, which has to be done before its first node is patched: measured on an H200,
+    the kernels of an executable that is patched before its upload take 0.3 us longer each, at every launch (llama with
+    16 layers, 265 nodes: 880 us instead of 795).
+    """
+    NativeDriver().upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)
