@@ -26,7 +26,7 @@ LAYERS = (
     ("_dynamo",),
     ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams",),
-    ("_inductor.streams.pass_log", "upstream_fixes"),
+    ("upstream_fixes",),
     (
         "_inductor.scheduler_nodes",
         "_inductor.schedule_notes",
@@ -38,16 +38,13 @@ LAYERS = (
     ),
     ("_inductor.offload",),
     ("_inductor.streams",),
-    tuple(
-        f"_inductor.relaunch.{name}" for name in ("causes", "compiled_code", "exact", "host_memory", "keys", "refusals")
-    ),
+    ("_inductor.relaunch.causes", "_inductor.relaunch.keys"),
     ("_inductor.relaunch.proof",),
     ("_inductor.relaunch.graph",),
     ("_inductor.relaunch.numbers",),
     ("_inductor.relaunch.memory",),
     ("_inductor.relaunch.sizes",),
     ("_inductor.relaunch.launch",),
-    ("_inductor.relaunch.prepare",),
     ("_inductor.relaunch.capture",),
     ("_inductor.relaunch",),
     ("_inductor",),

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
 from torch_overlay._functorch.streams.memory import results_made
-from torch_overlay._inductor.streams.fx_passes import COPY_OF
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.upstream_fixes.results_in_inputs import may_lie_in_written_input
 
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, GraphModule, Node
+
+COPY_OF = "stream_copy_of"  # in `meta`, of a copy that a pass keeps: the name of the node that it stands for
 
 
 class NoOpPass:

@@ -62,6 +62,7 @@ from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.hooks import override
+from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
 
 if TYPE_CHECKING:
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
 
     from torch_overlay._functorch.streams.tokens import Token
 
-
-COPY_OF = "stream_copy_of"  # in `meta`, of a copy that a pass keeps: the name of the node that it stands for
 
 _open: dict[GraphModule, PassLog] = {}
 
@@ -552,4 +551,4 @@ def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -
     return IN_PLACE in node.meta or original(node)
 
 
-__all__ = ["COPY_OF", "is_placed", "is_write", "needs_streams", "NewNodes", "PassLog", "Placed"]
+__all__ = ["is_placed", "is_write", "needs_streams", "NewNodes", "PassLog", "Placed"]

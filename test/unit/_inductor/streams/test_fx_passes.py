@@ -22,7 +22,8 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
-from torch_overlay._inductor.streams.fx_passes import COPY_OF, PassLog
+from torch_overlay._inductor.streams.fx_passes import PassLog
+from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
 
 aten = torch.ops.aten
