@@ -26,7 +26,7 @@ from torch_overlay._inductor.kernel_places import MARK, place_at
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.kernel_names import annotate, KernelLines
-from torch_overlay._inductor.relaunch.graph.driver import DriverError
+from torch_overlay.csrc import DriverError
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

@@ -22,7 +22,7 @@ from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Result, Unfit
 from torch_overlay._inductor.relaunch.numbers.launches import Shapes
-from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, NumberEscaped, Traced
 
 
 BLOCK = 4
@@ -409,9 +409,9 @@ class TestDecisions(AnySizeTestCase, RelaunchTestCase):
             evaluate(check, [0])
 
     def test_only_where_decisions_are_noted(self):
-        with self.assertRaises(Escaped):
+        with self.assertRaises(NumberEscaped):
             bool(Traced.input(0, 3))
-        with deciding({}), self.assertRaises(Escaped):
+        with deciding({}), self.assertRaises(NumberEscaped):
             bool(Traced.input(0, 0.5))
         decide("positive", 3)  # plain numbers need no check
 

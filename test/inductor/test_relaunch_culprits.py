@@ -21,7 +21,7 @@ from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
 from torch_overlay._inductor.relaunch import causes, compiled_region, coverage, split_off
 from torch_overlay._inductor.relaunch.capture import blame, culprit
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.testing import simulated_gpu
 
 
@@ -255,7 +255,7 @@ def region(args):
 
     def test_device_that_can_not_record_is_no_error(self):
         """Nor is it one when the operator is looked for."""
-        refusal = Refusal("allocator", "this allocator can't")
+        refusal = Unprovable("allocator", "this allocator can't")
         for failures in ([refusal] * 9, [RuntimeError("first"), *[refusal] * 9]):
             causes._refused.clear()
             with mock.patch.object(self.device, "record", side_effect=failures):
@@ -264,7 +264,7 @@ def region(args):
 
     def refused_by_the_proof(self, node, source=SOURCE):
         STATE["device"] = None
-        refusal = Refusal("foreign", "it points elsewhere", node=node)
+        refusal = Unprovable("foreign", "it points elsewhere", node=node)
         with mock.patch.object(self.device, "prove", side_effect=refusal):
             self.calls(self.runner(source))
         return causes.refused()

@@ -22,8 +22,9 @@ from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Refusal, Segment
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay.csrc import DriverError
 
 
 class FakeKernels:
@@ -60,7 +61,7 @@ class GraphTest(unittest.TestCase):
         return tidy.tidy(0x77, driver=self.driver, kernels=self.kernels, keeps=runtime.holds)
 
     def refused(self, reason, pattern):
-        with self.assertRaisesRegex(Refusal, pattern) as context:
+        with self.assertRaisesRegex(Unprovable, pattern) as context:
             self.read()
         self.assertEqual(context.exception.reason, reason)
 
@@ -220,7 +221,7 @@ class TestRead(GraphTest):
         self.assertEqual([a for a in ends if freed(a)], [0x200, 0x27F, 0x900, 0x9FF])
 
     def test_driver_error_names_the_function(self):
-        with self.assertRaisesRegex(cu.DriverError, r"error in cuKernelGetFunction: CUDA_ERROR_INVALID_VALUE \(1\)"):
+        with self.assertRaisesRegex(DriverError, r"error in cuKernelGetFunction: CUDA_ERROR_INVALID_VALUE \(1\)"):
             self.driver.function_of(1)
 
     def test_every_driver_function_exists(self):

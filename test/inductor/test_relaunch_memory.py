@@ -26,7 +26,6 @@ from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.causes import Code
-from torch_overlay._inductor.relaunch.graph.driver import DriverError
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -41,6 +40,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
 from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
+from torch_overlay.csrc import DriverError
 
 
 # A chain of temporaries, each used by the next operation alone.

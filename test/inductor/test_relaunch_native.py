@@ -32,7 +32,14 @@ from torch_overlay._inductor.relaunch.graph import driver as native_read
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import make_blocks
 from torch_overlay._inductor.relaunch.numbers.expressions import Result
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, PointerSlot, Refusal, Segment
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CopyNode,
+    FillNode,
+    KernelNode,
+    PointerSlot,
+    Segment,
+    Unprovable,
+)
 
 
 MiB = 1 << 20
@@ -934,7 +941,7 @@ class TestBuild(TestCase):
             mock.patch.object(csrc, "build", build),
         ):
             for _ in range(2):
-                with self.assertRaisesRegex(Refusal, r"no compiler.* a C compiler \(gcc,"):
+                with self.assertRaisesRegex(Unprovable, r"no compiler.* a C compiler \(gcc,"):
                     executable.implementation()
             with self.assertRaisesRegex(csrc.NotBuiltError, "no compiler"):
                 native_read.NativeDriver(mock.Mock())

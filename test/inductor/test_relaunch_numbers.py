@@ -17,7 +17,7 @@ from stand_ins.relaunch_case import Native, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, Traced
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -358,7 +358,7 @@ class TestExpressions(RelaunchTestCase):
         traced = {"n": Traced.input(0, n), "m": Traced.input(1, m)}
         try:
             made = eval(text, {"inf": math.inf}, traced)
-        except (Escaped, ZeroDivisionError, OverflowError):
+        except (NumberEscaped, ZeroDivisionError, OverflowError):
             return
         if not isinstance(made, Traced):
             return
@@ -418,7 +418,7 @@ class TestExpressions(RelaunchTestCase):
         ]
         uses += [lambda v: torch.empty(v), lambda v: [1] * v, lambda v: divmod(v, 2), lambda v: v // 0]
         for use in uses:
-            with self.assertRaises((Escaped, TypeError)):
+            with self.assertRaises((NumberEscaped, TypeError)):
                 use(n)
 
     def test_parameters_are_what_launchers_make(self):

@@ -6,9 +6,10 @@ import unittest
 from types import SimpleNamespace
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, Template
+from torch_overlay.csrc import DriverError
 
 
 class Api:

@@ -24,7 +24,7 @@ from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Unprovable
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -221,7 +221,7 @@ class TestOfCalls(RefusalTestCase):
 
         check_libraries(graph("triton_poi_fused_0", "nvjet_tst"))
         name = "_Z40ncclDevKernel_AllReduce_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE"
-        with self.assertRaisesRegex(Refusal, "calls NCCL.*custom_should_partition_ops"):
+        with self.assertRaisesRegex(Unprovable, "calls NCCL.*custom_should_partition_ops"):
             check_libraries(graph("triton_poi_fused_0", name))
 
 

@@ -22,9 +22,9 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     KernelNode,
     PointerSlot,
-    Refusal,
     Segment,
     Template,
+    Unprovable,
 )
 from torch_overlay._inductor.relaunch.sizes import sizes
 
@@ -251,7 +251,7 @@ def region(args):
         self.assertEqual(self.grow(run, 3, call), [6, 6, 9, 9, 6], "7 is captured twice as a whole")
 
     def test_error_of_a_capture_that_leaves_out_calls(self):
-        for error in (IndexError("list index out of range"), Refusal("nodes", "other nodes")):
+        for error in (IndexError("list index out of range"), Unprovable("nodes", "other nodes")):
             run = self.layers()
             with mock.patch.object(make_graph, "with_repeats", side_effect=error):
                 self.assertEqual(self.grow(run, 2), [6, 9] * 2, "each is made again as a whole")

@@ -22,8 +22,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     FIXED,
     KernelNode,
     PointerSlot,
-    Refusal,
     Segment,
+    Unprovable,
 )
 from torch_overlay._inductor.relaunch.proof.prove import prove, REACH
 
@@ -61,7 +61,7 @@ class Captures:
 
 class ProofTest(expecttest.TestCase):
     def refused(self, captures, reason, pattern, **options):
-        with self.assertRaisesRegex(Refusal, pattern) as context:
+        with self.assertRaisesRegex(Unprovable, pattern) as context:
             captures.prove(**options)
         self.assertEqual(context.exception.reason, reason)
         return context.exception
@@ -165,7 +165,7 @@ class TestPointers(ProofTest):
                 word = 0x7F0000001008 if which == side else 0x550000001008
                 segments = (*memory(which), Segment(0x7F0000001000, 512, FIXED))
                 captured[which] = CapturedGraph((kernel(0, u64(word, 0)),), (), segments, LOW[which], LOW[which] + SPAN)
-            with self.subTest(side), self.assertRaisesRegex(Refusal, text):
+            with self.subTest(side), self.assertRaisesRegex(Unprovable, text):
                 prove(captured["a"], captured["b"])
 
     def test_memset_and_memcpy_nodes(self):
@@ -216,7 +216,7 @@ class TestCoincidences(ProofTest):
             second = Segment((high + 1 << 32) + high, GRANULE, 1)
             nodes = (kernel(0, u32(0x5000_0000, high, high + 1, 0)),)
             captured.append(CapturedGraph(nodes, (), (first, second), high << 32, (high << 32) + SPAN))
-        with self.assertRaisesRegex(Refusal, "offset 4: .* can be read in two ways"):
+        with self.assertRaisesRegex(Unprovable, "offset 4: .* can be read in two ways"):
             prove(*captured)
 
 
@@ -264,7 +264,7 @@ class TestRefusals(ProofTest):
             nodes = (kernel(0, u64(segments[0].address), u64(word)),)
             captures.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
         self.assertEqual(slots(prove(*captures, on_device=lambda _: True)), [(0, 0, 0, 0, 0)])
-        with self.assertRaisesRegex(Refusal, "did not move with one allocation"):
+        with self.assertRaisesRegex(Unprovable, "did not move with one allocation"):
             prove(*captures, on_device=lambda _: True, signatures={0x1000: "pp"})
 
     def test_declared_pointer_is_never_what_the_stack_held(self):
@@ -294,7 +294,7 @@ class TestRefusals(ProofTest):
             self.assertEqual(value[8:], bytes(16))
 
     def test_words_that_are_null_in_different_captures(self):
-        with self.assertRaisesRegex(Refusal, "did not move with one allocation"):
+        with self.assertRaisesRegex(Unprovable, "did not move with one allocation"):
             self.half_null((1, None), (None, 2))
 
     def test_node_that_is_never_patched_keeps_no_address(self):
@@ -311,14 +311,14 @@ class TestRefusals(ProofTest):
             dataclasses.replace(g, segments=tuple(s for s in g.segments if s.region != 1))
             for g in (captures.capture("a"), captures.capture("b"))
         )
-        with self.assertRaisesRegex(Refusal, "in the range but in no allocation"):
+        with self.assertRaisesRegex(Unprovable, "in the range but in no allocation"):
             prove(a, b)
 
     def test_region_missing_from_one_capture(self):
         captures = Captures(lambda at: [kernel(0, u64(at(1)))])
         a, b = captures.capture("a"), captures.capture("b")
         b = dataclasses.replace(b, segments=tuple(s for s in b.segments if s.region != 1))
-        with self.assertRaisesRegex(Refusal, r"region 1 \+ 0.* in the first capture, .*in no allocation"):
+        with self.assertRaisesRegex(Unprovable, r"region 1 \+ 0.* in the first capture, .*in no allocation"):
             prove(a, b)
 
     def test_base_pointer_with_an_offset_taken_off(self):
@@ -362,7 +362,7 @@ class TestRefusals(ProofTest):
                 captured.append(CapturedGraph(nodes, (), (Segment(low, GRANULE, 0),), low, low + GRANULE))
             try:
                 found = ("rubbish", slots(prove(*captured)))
-            except Refusal as refusal:
+            except Unprovable as refusal:
                 found = (refusal.reason, [])
             self.assertEqual(found, (expected, []))
 
@@ -379,11 +379,11 @@ class TestRefusals(ProofTest):
         self.assertEqual(slots(prove(*captures(2))), [])
         self.assertEqual(slots(prove(*captures(a.segments[2].address, 2))), [])
         for second in (0, b.segments[1].address, 1 << 33):
-            with self.subTest(second=second), self.assertRaises(Refusal) as raised:
+            with self.subTest(second=second), self.assertRaises(Unprovable) as raised:
                 prove(*captures(a.segments[2].address, second))
             self.assertEqual(raised.exception.reason, "moved")
         for first in (0, a.segments[1].address, 1 << 33):
-            with self.subTest(first), self.assertRaises(Refusal) as raised:
+            with self.subTest(first), self.assertRaises(Unprovable) as raised:
                 prove(*captures(first))
             self.assertEqual(raised.exception.reason, "moved")
 
@@ -395,7 +395,7 @@ class TestRefusals(ProofTest):
             segments = Segment(low, 16 << 20, 0), Segment(low + (32 << 20), 16 << 20, 1)
             nodes = (kernel(0, bytes(376) + u64(word)),)
             captured.append(CapturedGraph(nodes, (), segments, low, low + (64 << 20)))
-        with self.assertRaisesRegex(Refusal, "parameter 0, offset 376: it moved like an allocation, but is in none"):
+        with self.assertRaisesRegex(Unprovable, "parameter 0, offset 376: it moved like an allocation, but is in none"):
             prove(*captured)
 
     def test_how_near_is_near(self):
@@ -411,19 +411,19 @@ class TestRefusals(ProofTest):
     def test_overwritten_remains_that_moved_like_an_allocation(self):
         low = 1 << 40, (1 << 40) + (64 << 20)
         captures = self.at_the_start_of_a_tebibyte([bytes(208) + u64(address) for address in low])
-        with self.assertRaisesRegex(Refusal, "it moved like an allocation, but is in none"):
+        with self.assertRaisesRegex(Unprovable, "it moved like an allocation, but is in none"):
             prove(*captures)
         self.assertEqual(slots(prove(*captures, on_device=lambda address: True)), [])
 
     def test_lower_half_that_is_a_shifted_address(self):
         captures = self.at_the_start_of_a_tebibyte((u64((1 << 40) + GRANULE >> 12), u64((1 << 40) + 0x4200000 >> 12)))
-        with self.assertRaisesRegex(Refusal, "an address, shifted right by 12 bits"):
+        with self.assertRaisesRegex(Unprovable, "an address, shifted right by 12 bits"):
             prove(*captures)
 
     def test_memory_below_four_gib(self):
         a, b = self.at_the_start_of_a_tebibyte()
         low = dataclasses.replace(a, low=1 << 21, high=1 << 24, segments=(Segment(1 << 22, 512, 0),))
-        with self.assertRaisesRegex(Refusal, "memory at 0x200000, below 0x100000000") as context:
+        with self.assertRaisesRegex(Unprovable, "memory at 0x200000, below 0x100000000") as context:
             prove(low, b)
         self.assertEqual(context.exception.reason, "segments")
 
@@ -467,13 +467,13 @@ class TestRefusals(ProofTest):
 
     def test_overlapping_ranges(self):
         a = Captures(lambda at: []).capture("a")
-        with self.assertRaisesRegex(Refusal, "ranges .* overlap"):
+        with self.assertRaisesRegex(Unprovable, "ranges .* overlap"):
             prove(a, a)
 
     def test_overlapping_segments(self):
         a, b = (Captures(lambda at: []).capture(which) for which in "ab")
         b = dataclasses.replace(b, segments=(*b.segments, Segment(b.segments[0].address + 8, 8, 5)))
-        with self.assertRaisesRegex(Refusal, "overlap"):
+        with self.assertRaisesRegex(Unprovable, "overlap"):
             prove(a, b)
 
 
@@ -518,7 +518,7 @@ class TestStructure(ProofTest):
     def changed(self, reason, pattern, build, **change):
         captures = Captures(build)
         a, b = captures.capture("a"), captures.capture("b")
-        with self.assertRaisesRegex(Refusal, pattern) as context:
+        with self.assertRaisesRegex(Unprovable, pattern) as context:
             prove(a, dataclasses.replace(b, **{key: value(b) for key, value in change.items()}))
         self.assertEqual(context.exception.reason, reason)
 
@@ -635,5 +635,5 @@ class TestRandomCaptures(unittest.TestCase):
     def test_a_pointer_that_moves_otherwise_is_refused(self, pieces, sizes, data):
         nodes, regions, planted = self.build([("pointer", 0, 0), *pieces], sizes)
         wrong = data.draw(st.sampled_from([offset for _, _, offset, _, _ in planted]))
-        with self.assertRaises(Refusal):
+        with self.assertRaises(Unprovable):
             Captures(lambda at: nodes(at, wrong), regions=regions).prove()

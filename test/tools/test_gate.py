@@ -33,7 +33,7 @@ import streams
 
 import form
 from torch_overlay._inductor.relaunch.memory import packing
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ class TestInjectedCounts(unittest.TestCase):
         def longer(kit: Any, fn: Callable[..., Any], **kwargs: Any) -> Any:
             return compiled(kit, lambda *args: fn(*args).sin(), **kwargs)
 
-        refuses = mock.Mock(side_effect=Refusal("capture", "refused on purpose"))
+        refuses = mock.Mock(side_effect=Unprovable("capture", "refused on purpose"))
         yield "node", mock.patch.object(Kit, "compile", longer), {"nodes", "pointer slots"}
         yield (
             "bytes of the plan",

@@ -33,15 +33,36 @@ def arguments(driver: str = DRIVER) -> dict[str, Any]:
     return {"src_path": str(FOLDER / MAIN), "name": NAME, "ccflags": flags}
 
 
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed. `function`: its name, or the name of a method that made several calls; `code`:
+    the CUresult; `where`: the graph's node, if there is one."""
+
+    def __init__(self, function: str, code: int, text: str, where: str = "") -> None:
+        super().__init__(f"CUDA driver error in {function}: {text} ({code})" + (f", at {where}" if where else ""))
+        self.function, self.code, self.where = function, code, where
+
+    @property
+    def sets_a_node(self) -> bool:
+        """True if the driver refused to change a node of an executable graph: nothing was launched."""
+        return self.function.endswith("NodeSetParams")
+
+    @property
+    def launches_a_node(self) -> bool:
+        """True if the driver refused to launch a node by itself: nodes before it may have run."""
+        return self.function == "cuLaunchKernelEx"
+
+
 def build(driver: str = DRIVER) -> Any:
     """Build and return the extension module for a driver library. Raises what the compiler or the loader raises."""
     from triton.runtime import build as of_triton
 
     before, of_triton.subprocess = of_triton.subprocess, _Limited  # type: ignore[assignment]
     try:
-        return of_triton.compile_module_from_file(**arguments(driver))
+        module = of_triton.compile_module_from_file(**arguments(driver))
     finally:
         of_triton.subprocess = before
+    module.DriverError = DriverError
+    return module
 
 
 class _Limited:

@@ -1,4 +1,4 @@
-/* Addresses of tensors: Note [Fields of a tensor] in `launch.data_ptrs`. */
+/* Addresses of tensors: Note [Fields of a tensor] in `launch.executable`. */
 
 #include "data_ptr.h"
 #include "module.h"

@@ -9,6 +9,7 @@
 #endif
 
 struct Driver cu;
+PyObject *extension;
 
 int load_driver(void) {
 #define ENTRY(member, symbol, parameters) {(void **)&cu.member, symbol},
@@ -38,8 +39,19 @@ const char *text_of(int code) {
     return text ? text : "unknown error";
 }
 
-PyObject *driver_error(int code, const char *what) {
-    return PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d)", what, text_of(code), code);
+PyObject *driver_error(int code, const char *what) { return driver_error_at(code, what, ""); }
+
+PyObject *driver_error_at(int code, const char *what, const char *where) {
+    PyObject *error, *class = PyDict_GetItemString(PyModule_GetDict(extension), "DriverError"); /* borrowed */
+    if (!class) {
+        PyErr_SetString(PyExc_SystemError, "the extension module has no DriverError");
+        return NULL;
+    }
+    if ((error = PyObject_CallFunction(class, "siss", what, code, text_of(code), where))) {
+        PyErr_SetObject(class, error);
+        Py_DECREF(error);
+    }
+    return NULL;
 }
 
 int is_tuple(PyObject *item, const char *what, Py_ssize_t i) {

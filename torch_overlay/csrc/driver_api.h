@@ -117,7 +117,12 @@ int load_driver(void);
 /* Returns the driver's text for a CUresult. */
 const char *text_of(int code);
 /* Sets a RuntimeError with the driver's text for the code; returns NULL. */
+/* The extension module; the loader gives it the class `DriverError`. */
+extern PyObject *extension;
+
+/* Raise DriverError(what, code, the driver's text, where); return NULL. */
 PyObject *driver_error(int code, const char *what);
+PyObject *driver_error_at(int code, const char *what, const char *where);
 /* Returns 1 if the item is a tuple; else 0, with a TypeError that names item `i` (`i` < 0: it has no number).
    PyArg_ParseTuple and PyObject_Call don't check this. */
 int is_tuple(PyObject *item, const char *what, Py_ssize_t i);

@@ -1,4 +1,4 @@
-/* The nodes and edges of a captured graph: `graph.native_read`. */
+/* The nodes and edges of a captured graph: `graph.driver`. */
 
 #include "driver_api.h"
 #include "module.h"

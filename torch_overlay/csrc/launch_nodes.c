@@ -49,8 +49,7 @@ static int launch_by_node(Blocks *self, Handle stream) {
         code = launch_kernel(&config, params);
     }
     Py_END_ALLOW_THREADS if (!code) return 0;
-    PyErr_Format(PyExc_RuntimeError, "CUDA driver error in cuLaunchKernelEx: %s (%d), at %s", text_of(code), code,
-                 self->node[i - 1].label);
+    driver_error_at(code, "cuLaunchKernelEx", self->node[i - 1].label);
     return -1;
 }
 

@@ -31,6 +31,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cuda_driver_c", 
 PyMODINIT_FUNC PyInit_cuda_driver_c(void) {
     PyObject *whole;
     if (load_driver() || !(whole = PyModule_Create(&definition))) return NULL;
+    extension = whole; /* it lives as long as the process */
     for (const Part *part = parts; part; part = part->next)
         if (fill(whole, part)) {
             Py_DECREF(whole);

@@ -78,6 +78,6 @@ int node_set(const Node *node, Handle exec) {
         code = cu.GraphExecMemcpyNodeSetParams(exec, node->handle, node->block, node->context);
     }
     if (!code) return 0;
-    PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d), at %s", what, text_of(code), code, node->label);
+    driver_error_at(code, what, node->label);
     return -1;
 }

@@ -1,4 +1,4 @@
-/* The numbers of a launch, computed by a program on registers: `numbers.program`. */
+/* The numbers of a launch, computed by a program on registers: `numbers.expressions`. */
 
 #include <limits.h>
 

@@ -1,4 +1,4 @@
-"""`_dynamo.closures`: what is searched for streams in a function that Dynamo inlines."""
+"""`_dynamo.variable_hooks`: what is searched for streams in a function that Dynamo inlines."""
 
 from types import SimpleNamespace
 

@@ -3,7 +3,7 @@
 The epilogue copies the new values of inputs into them where autograd has to see the updates, and makes results anew
 that are views. The notes are in the metadata of the forward (`ViewAndMutationMeta`), which caches keep:
 
-- `stream_promises`: what must come after these copies (`input_mutations`);
+- `stream_promises`: what must come after these copies (`promises_of`);
 - `output_view_streams`: for each result, the streams on which it is viewed (`autograd_nodes.made_on`).
 
 Places the copies that AOTAutograd makes of inputs which the program updates in place.

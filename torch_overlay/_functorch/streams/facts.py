@@ -65,7 +65,7 @@ class Fact:
     - `after`, `before`: tokens, sorted; see `streams.tokens`.
     - `requires`: the token that the node makes true, for records, synchronisations and copies that block the host. The
       node is ordered after the nodes that carry the token in `before`.
-    - `reads`: the streams whose memory the node reads in eager (`eager_memory`).
+    - `reads`: the streams whose memory the node reads in eager (`memory`).
     - `order`: place in the user's stream program, for an operation that stays in the graph.
     - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.ranges`.
     - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.

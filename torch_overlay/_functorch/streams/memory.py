@@ -23,7 +23,7 @@ This memory must not be freed while a stream reads it.
 
 The caller frees the graph's results, and relies on the stream whose memory each result is in eager. Where generated
 code allocates a result on another stream, it records eager's stream for the block (`result_memory`,
-`users_of_results` of `streams.returned_memory`).
+`users_of_results` of `streams.saved_memory`).
 
 So each node of a traced graph keeps, in `Fact.reads`, the streams whose memory it reads in eager, apart from its own
 stream's, and what eager does with that memory. The planner's reader (`streams.reader`) settles at the exit all other

@@ -13,7 +13,7 @@ from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of
 from torch_overlay._inductor.relaunch.capture.recording import CALLERS, checks, exchanges, names_in
 from torch_overlay._inductor.relaunch.keys import Keeper, keepers
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay._inductor.streams.runtime import Spec
 
 
@@ -59,7 +59,7 @@ def check_streams(model: Any) -> None:
             message = (
                 "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
             )
-            raise Refusal("streams", message)
+            raise Unprovable("streams", message)
 
 
 def _orders_others(spec: Spec) -> bool:

@@ -1,10 +1,10 @@
 """Makes the key of a call: the values that a graph keeps from the inputs that are not tensors on the device.
 
 A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart
-(`exact`). An integer, which most keys are made of, is in the key as it is.
+(`bit_key`). An integer, which most keys are made of, is in the key as it is.
 
 A small tensor in host memory is in the key by its values, one in memory that lives as long as the graph
-(`host_memory`) by the identity of that.
+(`Keeper`) by the identity of that.
 
 Compares values by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself.
 

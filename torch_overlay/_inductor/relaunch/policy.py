@@ -21,7 +21,7 @@ can't be split, or an operator of the user's contains a collective, there is no 
 
 Note [What a policy can't do]
 The policy works by itself. What comes before there is compiled code is out of its reach, and is done where code is
-compiled (`notes`, `partitions`, `rewrites`):
+compiled (`notes`, `rewrites`):
 
 1. Where code is cut. Inductor itself doesn't split off collectives, `torch.cond`, and operators in which a capture
    failed; a region with them is refused, the whole code for `torch.cond`. Inductor does cut at operators that the user
@@ -39,7 +39,7 @@ compiled (`notes`, `partitions`, `rewrites`):
    isn't in sight. And where a bisector (`torch._inductor.compiler_bisector`) turns off a backward alone, Inductor asks
    for trees that there aren't, and raises.
 7. The preparation of the first capture while kernels are compiled: it is a part of the first call.
-8. Statistics of the allocator: they list the pools of all captures (`pool_stats`).
+8. Statistics of the allocator: they list the pools of all captures (`capture.address_space`).
 """
 
 from __future__ import annotations

@@ -25,17 +25,18 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import causes, compiled_region, keys, live, split_off
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
-from torch_overlay._inductor.relaunch.capture.blame import find_differing, make_or_blame, NoGraph
+from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph_for_any_size, Work
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of, stages_of
 from torch_overlay._inductor.relaunch.memory.outputs import view_of
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, perturbed
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay._inductor.relaunch.sizes.any_size import Seen
 from torch_overlay._inductor.relaunch.states import State
 from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class RegionGraphs:
 
     def make(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
         """Make the state's graph from a call with these inputs. Return False if the call has to run without one. Raises
-        Escaped if a number has to be in the key."""
+        NumberEscaped if a number has to be in the key."""
         states, sizes = self.states, self.states.sizes
         wanted = dict(state.alignments)  # another thread may lower them meanwhile
         alignments = [wanted.get(k, compiled_region.FULL) for k in range(len(inputs))]
@@ -78,7 +79,7 @@ class RegionGraphs:
                 self._compare(work, made)
             # The bound is for graphs that take memory of the device.
             states.captures += not work.is_shared or sizes.instantiated > before
-        except NoGraph as failed:
+        except CaptureFailed as failed:
             states.captures += 1
             self._fail(state, failed)
             return False
@@ -101,7 +102,7 @@ class RegionGraphs:
         return True
 
     def _compare(self, work: Work, made: Relaunch | Split) -> None:
-        """Raise NoGraph if a launch on copies of these inputs has other results than the compiled code: Note [Kernels
+        """Raise CaptureFailed if a launch on copies of these inputs has other results than the compiled code: Note [Kernels
         outside of a capture] of `blame`."""
         unwritten = set(self.code.static_inputs).difference(self.code.mutated_inputs)
         shared = {id(work.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
@@ -116,9 +117,9 @@ class RegionGraphs:
         except VerifyError as error:
             causes.log.info("%s: %s", self.code.name, error)
             culprit = find_differing(work)
-            raise NoGraph("operator", str(error) if culprit is None else culprit.did, culprit) from error
+            raise CaptureFailed("operator", str(error) if culprit is None else culprit.did, culprit) from error
         except torch.OutOfMemoryError as error:
-            raise NoGraph("out-of-memory", str(error), None, is_final=False) from error
+            raise CaptureFailed("out-of-memory", str(error), None, is_final=False) from error
         except Exception as error:  # the call's own launch raises it, too, which `runner` handles
             causes.log.info("%s could not be compared: %s", self.code.name, error)
         finally:
@@ -173,7 +174,7 @@ class RegionGraphs:
         self.refuse(state, "host-memory", why)
         return True
 
-    def _fail(self, state: State, failed: NoGraph) -> None:
+    def _fail(self, state: State, failed: CaptureFailed) -> None:
         """Blame the operator for which there is no graph; otherwise refuse, or let a later call try again."""
         if failed.culprit is not None:
             self._blame(state, failed.culprit)
@@ -274,8 +275,8 @@ class AnySizeGraph:
                 return runner.region.launch(state.relaunch, inputs, originals, clones)
             except Misaligned:  # what is aligned above, so a number has another outcome
                 inputs[:] = originals or inputs
-            except RuntimeError as error:
-                if launches_of(state.relaunch) or "NodeSetParams" not in str(error):
+            except DriverError as error:
+                if launches_of(state.relaunch) or not error.sets_a_node:
                     raise
                 with runner.states.lock:
                     self.failures, self.key_of = FAILURES, None
@@ -299,7 +300,7 @@ class AnySizeGraph:
             return None
         try:
             return self._make(runner, inputs, seen, varied)
-        except (Escaped, Refusal) as error:
+        except (NumberEscaped, Unprovable) as error:
             self._fail(runner, str(error))
         except Exception as error:  # for code that uses traced numbers where they are not expected
             self._fail(runner, f"{type(error).__name__}: {error}")

@@ -5,10 +5,10 @@
     call n   the graph is launched (`relaunch`)
 
 A region whose kernels are all Triton's gets a graph for any size at the first call with a second size
-(`any_size_graphs`).
+(`AnySizeGraph`).
 
-The key of a call is made of the inputs that are not tensors on the device (`call_keys`). Each key has its own state
-(`states`). What the first call shows is the plan for the capture (`first_runs`), which makes the graph of the state
+The key of a call is made of the inputs that are not tensors on the device (`CallKeys`). Each key has its own state
+(`states`). What the first call shows is the plan for the capture (`FirstRuns`), which makes the graph of the state
 (`region_graphs`).
 
 Runs a region as compiled, and finds out what its capture has to know: which allocations become outputs, which inputs
@@ -37,11 +37,12 @@ from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import ByNode
 from torch_overlay._inductor.relaunch.launch.relaunch import launching, Misaligned
 from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.on_reset import listen
 from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph, RegionGraphs
 from torch_overlay._inductor.relaunch.states import CallKeys, States
 from torch_overlay._inductor.relaunch.verify import Verified
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ class Runner:
         attempt = self.states.attempt
         if attempt is not None and (result := attempt(inputs)) is not None:
             return result
-        return self._by_key(inputs)
+        return self._find_and_launch(inputs)
 
-    def _by_key(self, inputs: list[Any]) -> Any:
+    def _find_and_launch(self, inputs: list[Any]) -> Any:
         call_keys, states = self.keys, self.states
         if call_keys.seeds:
             call_keys.place_seeds(inputs, self.region.device)
@@ -176,22 +177,22 @@ class Runner:
             if (attempt := relaunch.attempt) is not None:
                 if (result := attempt(inputs)) is not None:
                     return result
-                return self._slow(key, inputs)
+                return self._run_without_graph_yet(key, inputs)
             current, index, is_capturing = self._is_current
             if current() == index and not is_capturing() and not launching():
                 try:
                     return relaunch.launch(inputs)
                 except Misaligned:
                     pass
-        return self._slow(key, inputs)
+        return self._run_without_graph_yet(key, inputs)
 
-    def _slow(self, key: Any, inputs: list[Any]) -> Any:
+    def _run_without_graph_yet(self, key: Any, inputs: list[Any]) -> Any:
         run, states = self.region.run, self.states
         if self.region.device.is_capturing() or launching():
             return run("callers-capture", inputs)  # or in a finalizer that runs during a launch
         if (result := self.any_size.run(self, key, inputs)) is not None:
             return result
-        if states.comes_for_the_first_time(key):
+        if states.defers_observation(key):
             return run("first-calls", inputs)
         state = states.of(key)
         if state is not None and not state.refused and keys.LARGE in key:
@@ -213,12 +214,12 @@ class Runner:
         originals, run = list(inputs), self.region.run
         clones = self.region.align(inputs)
         try:
-            ready = state.is_ready(inputs, self.code.static_inputs)
+            ready = state.update_alignments(inputs, self.code.static_inputs)
             ready = ready or self.region_graphs.make(key, state, inputs)
-        except Escaped as escaped:
+        except NumberEscaped as escaped:
             self._keep_in_key(escaped.positions, str(escaped))
             inputs[:] = originals
-            return self._by_key(inputs)
+            return self._find_and_launch(inputs)
         if not ready or (relaunch := state.relaunch) is None:  # None: another thread has dropped it
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
@@ -233,10 +234,11 @@ class Runner:
             inputs[:] = originals or inputs
             return run("number", inputs)
         except RuntimeError as error:
-            by_node = "cuLaunchKernelEx" in str(error)  # then some nodes may have run
-            if shares and (by_node or "NodeSetParams" in str(error)):
+            refused = error if isinstance(error, DriverError) else None
+            by_node = refused is not None and refused.launches_a_node
+            if shares and (by_node or (refused is not None and refused.sets_a_node)):
                 causes.log.info("%s: a size gets an executable of its own: %s", self.code.name, error)
-                state.alone = True
+                state.needs_own_executable = True
                 self.states.set_graph(state)
             elif isinstance(error, torch.OutOfMemoryError) or not untried:
                 if untried:

@@ -57,9 +57,9 @@ class State:
         self.relaunch: Relaunch | Split | Verified | None = None
         self.shared: Any = None  # what its executable is shared by, if it is
         self.spent = 0.0  # seconds of the host in calls that waited for a capture
-        self.alone = False  # the driver can't set the shared executable's nodes to this graph's
+        self.needs_own_executable = False  # the driver can't set the shared executable's nodes to this graph's
 
-    def is_ready(self, inputs: Sequence[Any], static: Container[int]) -> bool:
+    def update_alignments(self, inputs: Sequence[Any], static: Container[int]) -> bool:
         """True if there is a graph for the alignments of all inputs so far. If not, `alignments` are those for which it
         has to be captured. `static`: positions of inputs that don't move."""
         had_graph, is_less = self.relaunch is not None, False
@@ -115,7 +115,7 @@ class States(OrderedDict[Any, State]):
                     self.drop(next(iter(self)))
             return state
 
-    def comes_for_the_first_time(self, key: Any) -> bool:
+    def defers_observation(self, key: Any) -> bool:
         """True if so many keys have come in a row without coming again that this one must come twice to be warmed up
         for: to observe a call takes longer than the call, and its state takes the place of one that has a graph."""
         if self.warm_ups < self.most_captures or key in self:

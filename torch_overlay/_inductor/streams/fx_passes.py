@@ -3,7 +3,7 @@
 A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
 becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass, a
 node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces
-(`pass_log`, `new_node_placement`). Where a node was removed because it did nothing, its readers take over the tokens
+(`PassLog`, `NewNodes`). Where a node was removed because it did nothing, its readers take over the tokens
 that the caller relies on.
 
 Log the nodes that a pass over an FX graph makes, and the nodes that they replace.
@@ -20,7 +20,7 @@ Place every operation that a pass makes: give it a stream, and tokens for what t
 
 A new node without a placement of its own is placed by the first of these rules that applies:
 
-1. A node takes the placement of those that it replaces (`pass_log`).
+1. A node takes the placement of those that it replaces (`PassLog`).
 2. A node that replaces none is computed for its readers, and runs where they do.
 3. A node that nobody reads but the caller runs where its operands were computed.
 

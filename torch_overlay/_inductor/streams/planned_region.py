@@ -51,7 +51,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
     views: dict[str, set[str]] = {}
     for view, owner in reader.owners.items():
         views.setdefault(owner, set()).add(view)
-    for i in reader.excused:
+    for i in reader.reads_as_eager:
         for name in {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads | reader.ops[i].writes}:
             reader.users.setdefault(name, []).append(i)
     results = eager_memory_of_results()
@@ -109,7 +109,7 @@ def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: 
 
     In a backward this holds for a side stream's memory that does not leave: the autograd engine records the streams
     that read another stream's gradient, whichever stream computed it. In a forward it holds for reads that eager does
-    not have (`eager_memory`); also of the caller's results that are in its own stream's memory, since it may overwrite
+    not have (`memory`); also of the caller's results that are in its own stream's memory, since it may overwrite
     them on that stream; and of saved values, which are dropped with the results if there is no backward. A read of
     memory that eager returns to the caller, or saves, is excepted if this graph returns that memory, too.
     """
@@ -119,14 +119,14 @@ def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: 
         return False
     return any(
         reader.ops[i].stream != stream
-        and (stream not in reader.excused[i] or (not leaves and _reads_handed_over(reader, i, stream)))
+        and (stream not in reader.reads_as_eager[i] or (not leaves and _reads_handed_over(reader, i, stream)))
         for i in reader.users.get(name, ())
     )
 
 
 def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
     """True if an operation reads memory of a stream that eager returns or saves, and this graph does not."""
-    count = reader.handed_over.get(i, Counter())[stream]
+    count = reader.kept_by_eager.get(i, Counter())[stream]
     reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads} if count else set()
     return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
 

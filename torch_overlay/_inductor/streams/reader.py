@@ -215,9 +215,9 @@ class RegionReader:
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.order_after = notes_of(scheduler).awaited_stores
         self.tokens = BoundaryTokens(scheduler, nodes, enclosed)
-        self.excused: dict[int, set[int]] = {}  # operation -> streams whose memory it reads as eager does
-        self.handed_over: dict[int, Counter[int]] = {}  # operation -> reads of memory that eager keeps, by stream
-        self.users: dict[str, list[int]] = {}  # buffer -> the operations in `excused` that touch it
+        self.reads_as_eager: dict[int, set[int]] = {}  # operation -> streams whose memory it reads as eager does
+        self.kept_by_eager: dict[int, Counter[int]] = {}  # operation -> reads of memory that eager keeps, by stream
+        self.users: dict[str, list[int]] = {}  # buffer -> the operations in `reads_as_eager` that touch it
         self.loaded: set[str] = set()  # written by a copy stream, but allocated on the caller's stream
         graph: Any = V.graph.module.graph
         inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
@@ -241,15 +241,15 @@ class RegionReader:
         return callers_stream_index(device.index) if device is not None and device.index is not None else CALLERS_STREAM
 
     def note_reads(self, node: BaseSchedulerNode) -> None:
-        """Note in `excused` the streams of which the next operation reads only memory that eager frees whoever reads
-        it, or keeps as a result or for the backward; and in `handed_over` how many of the reads are of memory that
+        """Note in `reads_as_eager` the streams of which the next operation reads only memory that eager frees whoever reads
+        it, or keeps as a result or for the backward; and in `kept_by_eager` how many of the reads are of memory that
         eager keeps. Nothing is noted where no pass kept the reads.
         """
         reads, here, number = self.tokens.foreign_reads(node), len(self.ops), self.tokens.number
         if reads is not None:
             others = {read.stream for read in reads if read.life == "other"}
-            self.excused[here] = {number(read.stream) for read in reads if read.stream not in others}
-            self.handed_over[here] = Counter(number(read.stream) for read in reads if read.life == "kept")
+            self.reads_as_eager[here] = {number(read.stream) for read in reads if read.stream not in others}
+            self.kept_by_eager[here] = Counter(number(read.stream) for read in reads if read.life == "kept")
 
     def promised(self) -> dict[int, frozenset[Token]]:
         """Return, per stream, the caller's states that it must be ordered after when the region is left."""

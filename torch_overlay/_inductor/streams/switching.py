@@ -163,7 +163,7 @@ def _allocates_on(line: Any) -> int | None:
 
 
 def share_memory(lines: list[Any]) -> list[Any]:
-    """Replace lines so that calls that keep to one stream share memory between streams: see `streams.reuse`."""
+    """Replace lines so that calls that keep to one stream share memory between streams: see the head of this file."""
     regions: list[Emitter] = []
     inside: dict[Emitter, list[Any]] = {}
     for line in lines:

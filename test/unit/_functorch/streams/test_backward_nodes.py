@@ -1,4 +1,4 @@
-"""`_functorch.streams.backward_nodes`: which nodes are the backward's, and first copies of inputs."""
+"""`_functorch.streams.backward`: which nodes are the backward's, and first copies of inputs."""
 
 import operator
 

@@ -1,4 +1,4 @@
-"""`_functorch.streams.engine_order`: the order that the autograd engine gives to gradients."""
+"""`_functorch.streams.backward`: the order that the autograd engine gives to gradients."""
 
 import operator
 

@@ -1,4 +1,4 @@
-"""`_functorch.streams.input_mutations`: updates of inputs on the streams that make them."""
+"""`_functorch.streams.epilogue`: updates of inputs on the streams that make them."""
 
 import pickle
 from unittest import mock

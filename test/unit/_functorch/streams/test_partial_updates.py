@@ -1,4 +1,4 @@
-"""`_functorch.streams.partial_updates`: updates of parts of a tensor by several streams."""
+"""`_functorch.streams.placement`: updates of parts of a tensor by several streams."""
 
 import torch
 from torch._dynamo import graph_bytecode_inputs as numbering

@@ -1,4 +1,4 @@
-"""`_functorch.streams.peer_copies`: copies between devices order both streams."""
+"""`_functorch.streams.program`: copies between devices order both streams."""
 
 import random
 from collections import Counter

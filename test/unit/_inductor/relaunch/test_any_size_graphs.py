@@ -1,4 +1,4 @@
-"""`_inductor.relaunch.any_size_graphs`: when a region gets one graph for all sizes."""
+"""`_inductor.relaunch.region_graphs`: when a region gets one graph for all sizes."""
 
 import contextlib
 from types import SimpleNamespace
@@ -15,8 +15,8 @@ from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.states import CallKeys, State, States
 
@@ -214,8 +214,8 @@ class TestNoGraph(AnySizeTestCase):
     def test_tries(self):
         self.runner.add_own(4, 9)
         errors = [
-            Escaped(frozenset([1]), "a grid"),
-            Refusal("edges", "no"),
+            NumberEscaped(frozenset([1]), "a grid"),
+            Unprovable("edges", "no"),
             KeyError(7),
         ]
         self.make.side_effect = errors

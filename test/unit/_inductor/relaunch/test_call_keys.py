@@ -1,4 +1,4 @@
-"""`_inductor.relaunch.call_keys`: calls that one graph serves."""
+"""`_inductor.relaunch.states`: calls that one graph serves."""
 
 from types import SimpleNamespace
 from unittest import mock

@@ -1,4 +1,4 @@
-"""`_inductor.relaunch.notes` and `partitions`: what code says about itself, and what splits it."""
+"""`_inductor.relaunch.notes`: what code says about itself, and what splits it."""
 
 import pickle
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`_inductor.streams.boundary_tokens`: what a region waits for at its entry and exit."""
+"""`_inductor.streams.reader`: what a region waits for at its entry and exit."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""`_inductor.streams.buffers`: on which streams memory is used, and when it is free again."""
+"""`_inductor.streams.planned_region`: on which streams memory is used, and when it is free again."""
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput

@@ -1,4 +1,4 @@
-"""`_inductor.streams.copy_log`: copies that block the host are reported, with a reason."""
+"""`_inductor.streams.copies_in_place`: copies that block the host are reported, with a reason."""
 
 import torch
 from torch.testing._internal.common_utils import TestCase

@@ -1,4 +1,4 @@
-"""`_inductor.streams.new_node_placement`: the streams of nodes that a pass makes."""
+"""`_inductor.streams.fx_passes`: the streams of nodes that a pass makes."""
 
 import torch
 from torch.fx import Graph, GraphModule

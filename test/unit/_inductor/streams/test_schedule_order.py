@@ -1,4 +1,4 @@
-"""`_inductor.streams.schedule_order`: blocking and visible operations keep the program's order."""
+"""`_inductor.streams.graph_order`: blocking and visible operations keep the program's order."""
 
 from unittest import mock
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from torch_overlay import csrc
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
@@ -46,11 +46,11 @@ pools_made: set[tuple[int, int]] = set()  # ids of the pools of all spaces: torc
 
 
 def _functions() -> Any:
-    """Return the functions of C. Raise `Refusal` if they can't be built: then there are no CUDA graphs."""
+    """Return the functions of C. Raise `Unprovable` if they can't be built: then there are no CUDA graphs."""
     try:
         return csrc.extension().relaunch
     except csrc.NotBuiltError as error:
-        raise Refusal("c-module", str(error)) from None
+        raise Unprovable("c-module", str(error)) from None
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.memory.outputs import View
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life
 from torch_overlay._inductor.relaunch.numbers.launches import plain
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class Placing(Observer):
             args = plain(args)
         if len(args) != 3 or 0 in args[0]:
             if self.shapes is not None:
-                raise Escaped(frozenset(), "memory of no bytes is allocated")
+                raise NumberEscaped(frozenset(), "memory of no bytes is allocated")
             return super().allocate(original, *args)
         view = View(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
@@ -339,7 +339,7 @@ class _Group:
 
 
 class Operators:
-    """Operators of one capture. Their memory goes where `placing` has that of generated code. A context manager: at its
+    """Operators of one capture. Their memory goes where `Placing` has that of generated code. A context manager: at its
     end, no pool of theirs is selected."""
 
     def __init__(self, plan: Plan, recording: Any, placing: Placing) -> None:

@@ -30,8 +30,8 @@ from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers,
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.launch import staged
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
 
 
-class NoGraph(Exception):
+class CaptureFailed(Exception):
     """A region has no graph. `reason`: a code of `causes`; `culprit`: the operator that is to blame, if one is;
     `operator` and `line`: where it failed otherwise, if that is known; `is_final`: False if another capture may do."""
 
@@ -59,20 +59,20 @@ class NoGraph(Exception):
 
 
 def make_or_blame(work: Work) -> Relaunch | staged.Split:
-    """Make the graph of a region, and return what launches it. Raises NoGraph; Escaped if a launch can't compute with
+    """Make the graph of a region, and return what launches it. Raises CaptureFailed; NumberEscaped if a launch can't compute with
     the numbers."""
     try:
         if work.plan.opaque and (culprit := find_escape(work)) is not None and not culprit.is_innocent:
-            raise NoGraph("operator", culprit.did, culprit)
+            raise CaptureFailed("operator", culprit.did, culprit)
         start = time.perf_counter()
         arrangement, launchers = make_graph(work)
         if work.is_shared:
             work.sizes.note_capture(time.perf_counter() - start)
         made = staged.launchable(work.device, arrangement, launchers, work.code.static_inputs, work.alignments)
-    except (Escaped, NoGraph):
+    except (NumberEscaped, CaptureFailed):
         raise
-    except Refusal as refusal:
-        raise NoGraph(refusal.reason, str(refusal), find_launcher(work, refusal)) from refusal
+    except Unprovable as refusal:
+        raise CaptureFailed(refusal.reason, str(refusal), find_launcher(work, refusal)) from refusal
     except Exception as error:
         log.info("%s could not be captured", work.code.name, exc_info=True)
         culprit = find_culprit(work)
@@ -80,7 +80,9 @@ def make_or_blame(work: Work) -> Relaunch | staged.Split:
         operator, line = "", line_of_error(error, work.namespace)
         if culprit is not None:
             operator, line = culprit.operator, culprit.line
-        raise NoGraph(reason, f"{type(error).__name__}: {error}", culprit, operator, line, is_final=False) from error
+        raise CaptureFailed(
+            reason, f"{type(error).__name__}: {error}", culprit, operator, line, is_final=False
+        ) from error
     if log.isEnabledFor(logging.INFO):
         message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
         nodes, names = staged.graph_of(made).nodes, arrangement.layout.names()
@@ -126,7 +128,7 @@ def find_differing(work: Work) -> Culprit | None:
     return None
 
 
-def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:
+def find_launcher(work: Work, refusal: Unprovable) -> Culprit | None:
     """Capture once more, and return the operator that launches the node for which the proof has refused the region."""
     number = refusal.node.partition(" ")[0]
     if not number.isdigit():

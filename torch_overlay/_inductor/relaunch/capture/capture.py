@@ -46,7 +46,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
 )
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, NoOperators, noted
 from torch_overlay._inductor.relaunch.numbers.traced import Traced
-from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
+from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprovable
 
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Capture:
             kept += [scratch[address] for address in self.observer.lives.remaining() if address in scratch]
         if kept:
             many = f"{sum(kept)} bytes that it allocated are" if len(kept) > 1 else f"{kept[0]} bytes are"
-            raise Refusal("kept", f"{many} still in use when it has ended, and would be used again at the next call")
+            raise Unprovable("kept", f"{many} still in use when it has ended, and would be used again at the next call")
 
     def _stand_in(self, position: int, value: Any) -> Any:
         if position in self.numbers:
@@ -179,9 +179,9 @@ class Capture:
         if not is_region(value):
             return value
         if not _is_plain(value):
-            raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
+            raise Unprovable("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
-            raise Refusal("device", f"input {position} is on {value.device}")
+            raise Unprovable("device", f"input {position} is on {value.device}")
         view = self.views.get(position) or view_of(value)
         made = self.recording.place(view, self.alignments[position])
         if made.data_ptr():
@@ -236,7 +236,7 @@ class Capture:
     def _recipe(self, number: int, out: torch.Tensor, addresses: dict[int, int]) -> Recipe:
         if not _is_plain(out) or type(out) not in (torch.Tensor, torch.nn.Parameter):
             what = f"{type(out).__name__}, {out.layout}, {out.dtype}"
-            raise Refusal("output", f"output {number} is not a plain tensor: {what}")
+            raise Unprovable("output", f"output {number} is not a plain tensor: {what}")
         address = out.untyped_storage().data_ptr()
         if not address and out.device == self.recording.device:
             return Empty(view_of(out))
@@ -245,7 +245,7 @@ class Capture:
             return OfInput(self.input_at[address], view_of(out, offset))
         if address not in self.placed:
             if out.device != self.recording.device:
-                raise Refusal("output", f"output {number} is on {out.device}")
+                raise Unprovable("output", f"output {number} is on {out.device}")
             return Given(out)
         return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
 

@@ -14,7 +14,7 @@
     recording.close()
 
 `make_graph` runs these steps. The recording is that of `capture.recording`, the launchers are those of
-`launch.launcher`.
+`launch.executable`.
 
 Loads in advance what the first capture needs: the C module, the driver's bindings, and the kernels that replace
 memset and memcpy nodes.
@@ -37,14 +37,15 @@ from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.concurrency import only_order
-from torch_overlay._inductor.relaunch.graph.driver import DriverError, NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, EmptyNode, KernelNode, Refusal, Template
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, EmptyNode, KernelNode, Template, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Cuda:
 
     def record(self, gap: int, inputs: int = 0) -> Recording:
         if (backend := torch.cuda.get_allocator_backend()) != "native":
-            raise Refusal("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
+            raise Unprovable("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
         return Recording(self, gap, inputs)
 
     def generators(self, inputs: Sequence[Any]) -> list[torch.Generator]:
@@ -315,4 +316,4 @@ def check_libraries(graph: CapturedGraph) -> None:
         if "nccl" in (name := getattr(node, "name", "")):
             message = f"an operator of the region calls NCCL (kernel {name}), which keeps addresses that no proof sees"
             advice = "name the operator in torch._inductor.config.custom_should_partition_ops, which splits it off"
-            raise Refusal("collective", f"{message}; {advice}")
+            raise Unprovable("collective", f"{message}; {advice}")

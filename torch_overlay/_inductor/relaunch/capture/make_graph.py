@@ -5,7 +5,7 @@ prove        a second capture at other addresses; each argument word that differ
              For a further size, of the library calls alone that launch functions never seen (`library_calls`)
 relax        edges between nodes that share no memory are removed, so that they run in parallel (`graph.concurrency`)
 arrange      allocations share memory where they can, and a backward may be cut into stages (`memory.arrange`)
-instantiate  the graph, or a part of it for each stage, becomes executable (`launch.launcher`)
+instantiate  the graph, or a part of it for each stage, becomes executable (`launch.executable`)
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.launches import Shapes
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, perturbed, slots_of, with_numbers_of
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed, slots_of, with_numbers_of
 from torch_overlay._inductor.relaunch.proof.functions import one_of_each, without
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
+from torch_overlay._inductor.relaunch.proof.nodes import Template, Unprovable
 from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 
 
@@ -81,14 +81,14 @@ class Work(NamedTuple):
 
 
 def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
-    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Refusal, or what the
-    region itself raises; Escaped if a launch can't compute with the numbers."""
+    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Unprovable, or what the
+    region itself raises; NumberEscaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
             if work.is_shared and not work.numbers and work.sizes.may_leave_out():
                 try:
                     made = _make_graph(work, leaves_out=True)
-                except (Escaped, torch.OutOfMemoryError):
+                except (NumberEscaped, torch.OutOfMemoryError):
                     raise
                 except Exception as why:  # whatever comes of it, the region may be fine
                     work.sizes.note_left_out(False)
@@ -97,11 +97,11 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
                     work.sizes.note_left_out(True)
                     return made
             return _make_graph(work)
-    except (Escaped, torch.OutOfMemoryError):
+    except (NumberEscaped, torch.OutOfMemoryError):
         raise
     except Exception as error:  # for code that uses traced numbers where they are not expected
         if work.numbers:
-            raise Escaped(frozenset(work.numbers), f"{type(error).__name__}: {error}") from error
+            raise NumberEscaped(frozenset(work.numbers), f"{type(error).__name__}: {error}") from error
         raise
 
 
@@ -135,7 +135,7 @@ def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list
             second = take(record(2), numbers=others)
             try:
                 template = _prove(work, (first, second), graph, known)
-            except Refusal as refusal:
+            except Unprovable as refusal:
                 if refusal.reason not in COINCIDENCES:
                     raise
                 # Reserved before the first ranges are freed: the number that equals an address must not be one again.
@@ -155,7 +155,7 @@ def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list
         if first.repeats and copies:
             raise Differs("it has copies between memories, which need an executable of their own")
         if template.numbers and copies:
-            raise Escaped(frozenset(work.numbers), "copies between memories are patched one by one")
+            raise NumberEscaped(frozenset(work.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, work.namespace)
         proven = _proven(first, lives, template, edges, work.inputs, work.plan.dying, code)
         if work.is_shared and not copies:
@@ -247,11 +247,11 @@ def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph
     """Prove the first capture, of which this is the graph, against the second, and return its template."""
     first, second = captures
     if first.layout != second.layout or first.places != second.places:
-        raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
+        raise Unprovable("layout", "two captures of the region differ in their outputs or in their scratch memory")
     other = work.device.read(second)
     numbers = slots_of(first.launches.uses, first.numbers, graph)
     if numbers != slots_of(second.launches.uses, second.numbers, other):
-        raise Escaped(frozenset(work.numbers), "two captures compute other parameters from it")
+        raise NumberEscaped(frozenset(work.numbers), "two captures compute other parameters from it")
     if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
         other = with_numbers_of(other, graph, numbers)
     slots, unknown = known

@@ -39,7 +39,8 @@ from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace,
 from torch_overlay._inductor.relaunch.causes import COMMUNICATION
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.memory.outputs import View
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Streams:
             with torch.cuda.device(self.index):
                 code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             if int(code):
-                raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
+                raise DriverError("cuStreamCreate", int(code), code.name)
             self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
         return self.made[number]
 
@@ -376,12 +377,12 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# Who knows more of compiled code adds a check, which raises `Refusal`.
+# Who knows more of compiled code adds a check, which raises `Unprovable`.
 checks: list[Callable[[Any], None]] = []
 
 
 def check(model: Any) -> None:
-    """Raise `Refusal` if this compiled code can't be captured."""
+    """Raise `Unprovable` if this compiled code can't be captured."""
     for each in (check_collectives, *checks):
         each(model)
 
@@ -391,7 +392,7 @@ def check_collectives(model: Any) -> None:
     [Collectives]."""
     if found := set(names_in(model)).intersection(COMMUNICATION):
         message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
-        raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
+        raise Unprovable("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
 
 
 def names_in(model: Any) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import importlib
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay import csrc
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -53,12 +54,6 @@ INVALID_VALUE = 1
 CAPTURE_INVALIDATED = 2
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
 MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
-
-
-class DriverError(RuntimeError):
-    def __init__(self, function: str, code: int, text: str) -> None:
-        super().__init__(f"CUDA driver error in {function}: {text} ({code})")
-        self.function, self.code = function, code
 
 
 class Edge(NamedTuple):

@@ -11,8 +11,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any, Protocol, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.graph.driver import DriverError
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Editor:
 
     def replace(self, node: int, launch: Launch) -> None:
         if node in self.special:
-            raise Refusal("edges", "it has programmatic dependencies")
+            raise Unprovable("edges", "it has programmatic dependencies")
         before, after = list(self.before[node]), list(self.after[node])
         values = [ctypes.create_string_buffer(value, len(value)) for value in launch.arguments]
         array = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))

@@ -102,7 +102,7 @@ def source(kind: str, element_size: int, aligned: bool) -> ASTSource:
 
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 _alive: list[Any] = []  # a function handle is valid as long as its compiled kernel lives
-LETTERS = {"fill": "wss" + "hh", "copy": "wrs" + "hh"}  # like those of `signatures.parameters_of`
+LETTERS = {"fill": "wss" + "hh", "copy": "wrs" + "hh"}  # like those of `functions.parameters_of`
 COUNT = 2  # number of the parameter `count`
 letters: dict[int, str] = {}  # by function handle
 

@@ -15,7 +15,7 @@ import functools
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph import driver as cu
-from torch_overlay._inductor.relaunch.graph.driver import DriverError, handle_of
+from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
@@ -23,9 +23,10 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     FillNode,
     KernelNode,
     Node,
-    Refusal,
     Segment,
+    Unprovable,
 )
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class _Reader:
         if kind == cu.EMPTY:
             return EmptyNode(index=index, handle=handle)
         what = cu.KIND_NAMES.get(kind, cu.KIND_NAMES[cu.UNKNOWN])
-        raise Refusal("node-kind", ADVICE.get(kind, "nodes of this kind can't be patched"), node=f"{index} ({what})")
+        raise Unprovable("node-kind", ADVICE.get(kind, "nodes of this kind can't be patched"), node=f"{index} ({what})")
 
     def kernel(self, index: int, handle: int) -> KernelNode:
         p = self.driver.kernel(handle)
@@ -161,7 +162,9 @@ class _Reader:
                 function = func or self.driver.function_of(kern)
                 found = self.driver.name(function), self.driver.layout(function)
             except DriverError as error:
-                raise Refusal("layout", f"the driver doesn't describe the kernel: {error}", node=str(index)) from None
+                raise Unprovable(
+                    "layout", f"the driver doesn't describe the kernel: {error}", node=str(index)
+                ) from None
             self.functions[func, kern] = found
         return found
 
@@ -170,21 +173,21 @@ def _parameters(p: Any, layout: tuple[tuple[int, int], ...], node: str) -> tuple
     if not layout:
         block = _extra_block(int(p.extra), node)[1] if p.extra else 0
         if block:
-            raise Refusal("layout", f"{block} bytes of parameters, but the driver reports no layout", node=node)
+            raise Unprovable("layout", f"{block} bytes of parameters, but the driver reports no layout", node=node)
         return ()
     if p.kernelParams:
         addresses = list((ctypes.c_void_p * len(layout)).from_address(int(p.kernelParams)))
     elif p.extra:
         base, size = _extra_block(int(p.extra), node)
         if (end := max(offset + length for offset, length in layout)) > size:
-            raise Refusal("layout", f"a block of {size} bytes for parameters that end at {end}", node=node)
+            raise Unprovable("layout", f"a block of {size} bytes for parameters that end at {end}", node=node)
         addresses = [base + offset for offset, _ in layout]
     else:
-        raise Refusal("layout", f"{len(layout)} parameters, but the node holds none", node=node)
+        raise Unprovable("layout", f"{len(layout)} parameters, but the node holds none", node=node)
     values = []
     for number, ((offset, size), address) in enumerate(zip(layout, addresses)):
         if not address:
-            raise Refusal("layout", "no value", node=node, parameter=number)
+            raise Unprovable("layout", "no value", node=node, parameter=number)
         values.append((offset, ctypes.string_at(address, size)))
     return tuple(values)
 
@@ -201,7 +204,7 @@ def _extra_block(extra: int, node: str) -> tuple[int, int]:
         elif key == PARAM_BUFFER_SIZE:
             size = ctypes.c_size_t.from_address(value).value if value else 0
         else:
-            raise Refusal("layout", f"launch option {key:#x} is not known", node=node)
+            raise Unprovable("layout", f"launch option {key:#x} is not known", node=node)
         at += 2
     return base, size
 
@@ -224,7 +227,7 @@ def copy_node(driver: Driver, index: int, handle: int, keeps: Callable[[int], bo
         if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
             text = f"it copies {'to' if side == 'dst' else 'from'} {where}"
-            raise Refusal("host-memory", text, node=f"{index} (memcpy)")
+            raise Unprovable("host-memory", text, node=f"{index} (memcpy)")
         pitch, rows = int(getattr(p, f"{side}Pitch")), int(getattr(p, f"{side}Height"))
         x, y, z = (int(getattr(p, f"{side}{n}")) for n in ("XInBytes", "Y", "Z"))
         sides.append((address + x + pitch * (y + rows * z), pitch, rows, on_host))

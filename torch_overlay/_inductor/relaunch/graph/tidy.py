@@ -14,7 +14,7 @@ from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels
 from torch_overlay._inductor.relaunch.graph.read import copy_node, never
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
@@ -86,21 +86,21 @@ def _replacement(
         p = driver.memset(handle)
         size, width, height = int(p.elementSize), int(p.width), int(p.height)
         if height > 1 and int(p.pitch) != width * size:
-            raise Refusal("shape", "its rows are not adjacent")
+            raise Unprovable("shape", "its rows are not adjacent")
         launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
     else:
         node = copy_node(driver, index, handle, keeps)
         if node.dst_on_host or node.src_on_host:
-            raise Refusal("host-memory", "a copy engine moves saved activations beside the kernels")
+            raise Unprovable("host-memory", "a copy engine moves saved activations beside the kernels")
         lines = node.height * node.depth
         adjacent = node.depth <= 1 and node.dst_pitch == node.src_pitch == node.width
         if lines > 1 and not adjacent:
-            raise Refusal("shape", "its rows are not adjacent")
+            raise Unprovable("shape", "its rows are not adjacent")
         launch = kernels.copy(node.dst, node.src, node.width * lines)
     layout = [size for _, size in driver.layout(launch.func)]
     if layout != [len(value) for value in launch.arguments]:
         sizes = [len(value) for value in launch.arguments]
-        raise Refusal("layout", f"the kernel for it takes parameters of {layout} bytes, not {sizes}")
+        raise Unprovable("layout", f"the kernel for it takes parameters of {layout} bytes, not {sizes}")
     if not 0 < launch.grid[0] < 1 << 31:
-        raise Refusal("shape", f"{launch.grid[0]} blocks")
+        raise Unprovable("shape", f"{launch.grid[0]} blocks")
     return launch

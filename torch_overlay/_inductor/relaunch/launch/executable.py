@@ -27,7 +27,7 @@ and torch.utils.swap_tensors exchanges the TensorImpl of the same Python object.
 
 Wraps the part of the C module that patches executables and launches them.
 
-*Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.blocks`), which has
+*Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.executable`), which has
 `patch(bases)` (`csrc/patch.c`).
 
 *Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call (`csrc/bind.c`).
@@ -74,9 +74,10 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     FillNode,
     FIXED,
     KernelNode,
-    Refusal,
     Template,
+    Unprovable,
 )
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -263,11 +264,11 @@ def complete(module: Any) -> Any:
 
 @functools.cache
 def implementation() -> Any:
-    """Return the C module, one a process. Raise `Refusal` if it can't be built: then there are no CUDA graphs."""
+    """Return the C module, one a process. Raise `Unprovable` if it can't be built: then there are no CUDA graphs."""
     try:
         return complete(csrc.extension().relaunch)
     except csrc.NotBuiltError as error:
-        raise Refusal("c-module", str(error)) from None
+        raise Unprovable("c-module", str(error)) from None
 
 
 def _built() -> Any:
@@ -315,7 +316,7 @@ def _launches(template: Template, order: Sequence[int]) -> tuple[tuple[int, byte
 
 
 MOST_REBUILDS = 16
-REFUSED = "cuGraphExecMemcpyNodeSetParams"  # stands in the error if the driver refuses to patch a copy
+REFUSED = "cuGraphExecMemcpyNodeSetParams"  # the function that fails if the driver refuses to patch a copy
 DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
 
 
@@ -406,8 +407,8 @@ class Patcher:
         if not self.by_graph:
             try:
                 return self.exec.patch(bases, regions)
-            except RuntimeError as error:
-                if REFUSED not in str(error):
+            except DriverError as error:
+                if error.function != REFUSED:
                     raise
                 log.info("a graph is instantiated anew, for its copies can't be pointed elsewhere: %s", error)
                 self.by_graph, self.why = True, str(error)

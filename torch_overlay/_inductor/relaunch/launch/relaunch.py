@@ -1,7 +1,7 @@
 """Launches one captured region: all that a call needs is bound beforehand.
 
 Note [A relaunch]
-1. Everything that doesn't depend on the call is computed beforehand and bound into one C object (`native_call`), or
+1. Everything that doesn't depend on the call is computed beforehand and bound into one C object (`bind`), or
    into one closure where the launcher's nodes are patched in Python. A call only has to read the address of each input.
 2. The C object compares each input's address with what the executable has. The closure compares the addresses of static
    inputs with their last ones by one call into torch, and patches them when they differ. A static input that keeps
@@ -20,7 +20,7 @@ Does a relaunch in one call into C: `bind(relaunch)` returns the C module's `Cal
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.attempt(inputs)                  the outputs, or None where the graph can't be launched: on another device, in
                                           a capture by the caller, with a misaligned input, or with no list
-    call.aligned(inputs, positions, masks)  as in `launch.data_ptrs`
+    call.aligned(inputs, positions, masks)  as in `launch.executable`
     call.launches, call.patched           number of launches, and of nodes set in all of them
 
 A call costs mostly cache misses: between two calls, the caller's compiled code, guards and the interpreter evict its
@@ -32,7 +32,7 @@ A graph for any size has results of the program of numbers (`Result`) in sizes, 
 regions, which begin at a result's bytes in another region: Note [Graphs for any size].
 
 Scratch memory is allocated without a tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no
-random numbers is launched by the driver (`launcher.direct`); other graphs by torch's `replay`, which advances the
+random numbers is launched by the driver (`executable.direct`); other graphs by torch's `replay`, which advances the
 generators first.
 """
 
@@ -60,7 +60,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     SameInput,
 )
 from torch_overlay._inductor.relaunch.numbers.expressions import Program, Unfit
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, values_of
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, values_of
 
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Relaunch:
         sized: Sized | None = None,
     ) -> None:
         """`sized`: what a launch computes from the region's sizes; then only the C module can launch the graph, and
-        `Escaped` is raised if it doesn't."""
+        `NumberEscaped` is raised if it doesn't."""
         self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments
         self.sized = sized
         self.region = {position: region for region, position in enumerate(layout.inputs)}
@@ -221,7 +221,7 @@ class Relaunch:
         self.wrap: Callable[[Any], Any] = lambda function: function
         self.call = bind(self)
         if self.call is None and sized is not None:
-            raise Escaped(frozenset(), "the graph is not launched by the C module")
+            raise NumberEscaped(frozenset(), "the graph is not launched by the C module")
         if self.call is None:
             self.bind()
         else:

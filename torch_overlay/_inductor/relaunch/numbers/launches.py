@@ -27,7 +27,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, TYPES
-from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, largest, smallest, Traced, Use
+from torch_overlay._inductor.relaunch.numbers.traced import (
+    decide,
+    deciding,
+    largest,
+    NumberEscaped,
+    smallest,
+    Traced,
+    Use,
+)
 from torch_overlay._inductor.relaunch.proof.functions import binary_of
 
 
@@ -71,12 +79,12 @@ class Shapes:
 
     def dims(self, tensor: torch.Tensor) -> Dims | None:
         """Return what is known of a tensor that generated code made; None if it made it in another way. Raises
-        `Escaped` if the tensor is another one."""
+        `NumberEscaped` if the tensor is another one."""
         ref, dims = self._views.get(id(tensor), (None, None))
         if ref is None or ref() is not tensor:
             dims = self.allocations.get(tensor.data_ptr())
         if dims is not None and plain(dims[:2]) != (tuple(tensor.size()), tuple(tensor.stride())):
-            raise Escaped(frozenset(), "a tensor lies otherwise in its memory than it was made")
+            raise NumberEscaped(frozenset(), "a tensor lies otherwise in its memory than it was made")
         return dims
 
     def offset(self, tensor: torch.Tensor) -> Any:
@@ -108,7 +116,7 @@ class NoOperators(TorchDispatchMode):
     """A dispatch mode in which an operator ends the tracing of sizes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Escaped(frozenset(), f"{func} is called")
+        raise NumberEscaped(frozenset(), f"{func} is called")
 
 
 def plain(value: Any) -> Any:
@@ -194,7 +202,7 @@ class Launches:
 
 
 def _escape(values: Sequence[Traced], how: str) -> NoReturn:
-    raise Escaped(inputs_of([v.expression for v in values]), how)
+    raise NumberEscaped(inputs_of([v.expression for v in values]), how)
 
 
 class _Noted:

@@ -1,7 +1,7 @@
 """Numbers that note how generated code computes with them: `Traced`.
 
 A traced number is no int and no float. Where code needs the plain value, to decide, to index, to call a library, it
-asks for it by one of Python's special methods, and `Escaped` is raised: what happens then is no expression of the
+asks for it by one of Python's special methods, and `NumberEscaped` is raised: what happens then is no expression of the
 number. So nothing uses a traced number unnoticed.
 
 Where decisions are noted (`deciding`), an integer may be compared: the outcome becomes an expression that is unfit for
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NUMBERS = (int, float)
 
 
-class Escaped(Exception):
+class NumberEscaped(Exception):
     """The inputs at these positions are used for more than what a launch can compute and patch."""
 
     def __init__(self, positions: frozenset[int], how: str) -> None:
@@ -83,7 +83,7 @@ class Traced:
         return Traced(value, ("input", position, type(value)))
 
     def escape(self, how: str) -> NoReturn:
-        raise Escaped(inputs_of([self.expression]), how)
+        raise NumberEscaped(inputs_of([self.expression]), how)
 
     def __repr__(self) -> str:
         return f"Traced({self.value!r}, {self.expression})"
@@ -125,11 +125,11 @@ def _apply(name: str, *operands: Any) -> Traced:
 def _operation(name: str, *operands: Traced) -> Traced:
     every = inputs_of([v.expression for v in operands])
     if name not in OPERATIONS:
-        raise Escaped(every, f"{name} of it")
+        raise NumberEscaped(every, f"{name} of it")
     try:
         value = OPERATIONS[name](*[v.value for v in operands])
     except (ZeroDivisionError, OverflowError) as error:
-        raise Escaped(every, str(error)) from None
+        raise NumberEscaped(every, str(error)) from None
     expression = (name, *[v.expression for v in operands])
     return Traced(value, expression, 1 + sum(v.size for v in operands))
 
@@ -223,20 +223,20 @@ def perturbed(value: Any) -> Any:
 
 def slots_of(uses: Sequence[Use], numbers: Mapping[int, Any], graph: CapturedGraph) -> tuple[NumberSlot, ...]:
     """Return the number slots of a captured graph. `numbers`: the values of the traced inputs in the capture. Raises
-    `Escaped` if a parameter is not what its expression says."""
+    `NumberEscaped` if a parameter is not what its expression says."""
     index_of = {node.handle: node.index for node in graph.nodes} if uses else {}
     found = []
     for use in uses:
         if (index := index_of.get(use.handle)) is None:
-            raise Escaped(inputs_of([use.expression]), "a kernel that gets it is not in the graph")
+            raise NumberEscaped(inputs_of([use.expression]), "a kernel that gets it is not in the graph")
         slot = NumberSlot(index, *use[1:])
         node = graph.nodes[index]
         try:
             expected = pack(slot.letter, evaluate(slot.expression, numbers))
         except Unfit as error:
-            raise Escaped(inputs_of([slot.expression]), str(error)) from None
+            raise NumberEscaped(inputs_of([slot.expression]), str(error)) from None
         if not isinstance(node, KernelNode) or _held(node, slot) != expected:
-            raise Escaped(inputs_of([slot.expression]), f"a parameter of {node.name} is not what was computed")
+            raise NumberEscaped(inputs_of([slot.expression]), f"a parameter of {node.name} is not what was computed")
         found.append(slot)
     return tuple(found)
 

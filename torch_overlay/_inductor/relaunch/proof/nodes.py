@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 FIXED = -1
 
 
-class Refusal(Exception):
+class Unprovable(Exception):
     """A capture can't become a template. `reason` is a short code; the text names the node and the offset in it."""
 
     def __init__(

@@ -6,7 +6,7 @@ the arguments of the kernel nodes in the two captures word by word (8 bytes) put
     it stands for the same byte of the same region in both         a pointer: it becomes a `PointerSlot` of the template
     equal in both, and in no allocation of the first               a constant
     different, and it has nothing to do with either range          garbage: padding that a launcher left uninitialised
-    anything else                                                  unknown: `Refusal`, and no CUDA graph
+    anything else                                                  unknown: `Unprovable`, and no CUDA graph
 
 A `Segment` says which addresses of a capture stand for which bytes of a region of memory: an input, an output, or the
 scratch slab. A relaunch sets each pointer slot to the base of its region + delta. This module imports neither torch nor
@@ -69,8 +69,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     KernelNode,
     Node,
     PointerSlot,
-    Refusal,
     Template,
+    Unprovable,
 )
 
 
@@ -94,9 +94,9 @@ class AddressMap:
         self.starts = [s.address for s in self.segments]
         for before, after in zip(self.segments, self.segments[1:]):
             if before.address + before.size > after.address:
-                raise Refusal("segments", f"{before} and {after} overlap")
+                raise Unprovable("segments", f"{before} and {after} overlap")
         if min(self.low, *self.starts[:1]) < LOWEST:
-            raise Refusal("segments", f"memory at {min(self.low, *self.starts[:1]):#x}, below {LOWEST:#x}")
+            raise Unprovable("segments", f"memory at {min(self.low, *self.starts[:1]):#x}, below {LOWEST:#x}")
         self.ends = [s.address + s.size for s in self.segments]
         self._places: dict[int, tuple[tuple[int, int], ...]] = {}
 
@@ -148,7 +148,7 @@ def prove(
     "?" unknown.
     """
     if a.low < b.high and b.low < a.high:
-        raise Refusal("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
+        raise Unprovable("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
     _same_structure(a, b)
     scan = _Scan(AddressMap(a), AddressMap(b), foreign, on_device)
     constants, pointers = scan.constants, scan.pointers
@@ -166,7 +166,7 @@ def prove(
                 slots += scan.parameter(index, number, value_a, value_b, kind)
             except _Found as found:
                 node = f"{index} ({node_a.name})"
-                raise Refusal(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
+                raise Unprovable(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
     regions = 1 + max((s.region for s in a.segments), default=-1)
     nodes = _with_nulls(a.nodes, scan.nulls, {slot.node for slot in slots}) if scan.nulls else a.nodes
     return Template(regions=regions, nodes=nodes, slots=tuple(slots))
@@ -179,7 +179,7 @@ def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Containe
         node = made[null.node]
         if null.of_first != nulls[0].of_first or null.node not in patched or not isinstance(node, KernelNode):
             where = f"{null.node} ({node.name})"
-            raise Refusal("moved", null.message, node=where, parameter=null.parameter, offset=null.offset)
+            raise Unprovable("moved", null.message, node=where, parameter=null.parameter, offset=null.offset)
         if not null.of_first:
             values = list(node.parameters)
             at, value = values[null.parameter]
@@ -200,25 +200,25 @@ _SHAPE_OF = {kind: attrgetter(*names) for kind, names in _SHAPES.items()}
 
 def _same_structure(a: CapturedGraph, b: CapturedGraph) -> None:
     if len(a.nodes) != len(b.nodes):
-        raise Refusal("nodes", f"{len(a.nodes)} nodes in the first capture, {len(b.nodes)} in the second")
+        raise Unprovable("nodes", f"{len(a.nodes)} nodes in the first capture, {len(b.nodes)} in the second")
     for number, (x, y) in enumerate(zip(a.nodes, b.nodes)):
         kind = type(x)
         if x.index != number or y.index != number:
             numbers = f"nodes are not numbered in order: {x.index}, {y.index}"
-            raise Refusal("nodes", numbers, node=f"{number} ({x.name})")
+            raise Unprovable("nodes", numbers, node=f"{number} ({x.name})")
         if kind is not type(y) or x.name != y.name:
-            raise Refusal("nodes", f"the second capture has {y.name} in its place", node=f"{number} ({x.name})")
+            raise Unprovable("nodes", f"the second capture has {y.name} in its place", node=f"{number} ({x.name})")
         if (first := _SHAPE_OF[kind](x)) != (second := _SHAPE_OF[kind](y)):
             what = next(trio for trio in zip(_SHAPES[kind], first, second) if trio[1] != trio[2])
             message = "{} is {} in one capture and {} in the other".format(*what)
-            raise Refusal("launch", message, node=f"{number} ({x.name})")
+            raise Unprovable("launch", message, node=f"{number} ({x.name})")
         if [(at, len(value)) for at, value in x.parameters] != [(at, len(value)) for at, value in y.parameters]:
             layouts = [[(at, len(value)) for at, value in node.parameters] for node in (x, y)]
             message = f"parameters (offset, size) are {layouts[0]} and {layouts[1]}"
-            raise Refusal("layout", message, node=f"{number} ({x.name})")
+            raise Unprovable("layout", message, node=f"{number} ({x.name})")
     if a.edges != b.edges and (differ := set(a.edges) ^ set(b.edges)):
         only = ", ".join(f"{u} -> {v}" for u, v in sorted(differ)[:5])
-        raise Refusal("edges", f"edges of one capture only: {only}")
+        raise Unprovable("edges", f"edges of one capture only: {only}")
 
 
 def _parameter_kinds(node: Node, signatures: Mapping[int, str]) -> str:
@@ -230,7 +230,7 @@ def _parameter_kinds(node: Node, signatures: Mapping[int, str]) -> str:
         return "?" * count
     if len(kinds) != count:
         message = f"its declared signature has {len(kinds)} parameters, the node {count}"
-        raise Refusal("signature", message, node=f"{node.index} ({node.name})")
+        raise Unprovable("signature", message, node=f"{node.index} ({node.name})")
     return kinds
 
 

@@ -25,7 +25,7 @@ from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 from torch_overlay._inductor.relaunch.memory.outputs import Computed, Empty, OfInput, OfStorage, Sized
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Order
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression, OPERATIONS, Result
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, slots_of, Traced, with_numbers_of
+from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, slots_of, Traced, with_numbers_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, PointerSlot, Template
 
 
@@ -53,7 +53,7 @@ class Seen:
 def arrange_any_size(
     first: Captured, second: Captured, graphs: Sequence[CapturedGraph], prove: Callable[..., Template]
 ) -> tuple[Arrangement, Sized]:
-    """Return the arrangement of two captures of different sizes. Raises `Escaped` or `Refusal` if there is no graph for
+    """Return the arrangement of two captures of different sizes. Raises `NumberEscaped` or `Unprovable` if there is no graph for
     any size. `prove` proves the pointers of two graphs."""
     a, b = graphs
     for captured, graph in ((first, a), (second, b)):
@@ -69,7 +69,7 @@ def arrange_any_size(
 
 
 def _escape(how: str) -> NoReturn:
-    raise Escaped(frozenset(), how)
+    raise NumberEscaped(frozenset(), how)
 
 
 def _shapes(captured: Captured) -> Shapes:

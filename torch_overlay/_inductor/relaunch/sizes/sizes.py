@@ -97,7 +97,7 @@ class Sizes:
         self.captured = self.instantiated = 0  # graphs of further sizes, and how many of them had to be instantiated
         self.fitted = 0  # so many graphs in a row used executables that there were
         self.differed = 0
-        self.needs_none = False  # the latest graph that fitted no executable does without one
+        self.goes_by_node = False  # the latest graph that fitted no executable does without one
         self.starts: dict[int, tuple[int, ...]] = {}  # where graphs without one are cut, by the number of nodes
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
@@ -136,8 +136,8 @@ class Sizes:
                 templates = _templates(arrangement)
                 return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
         order = device.order_of(captured, graph)
-        self.needs_none = order is not None and len(self.executables) >= min(MOST, self.bound)
-        if self.needs_none:
+        self.goes_by_node = order is not None and len(self.executables) >= min(MOST, self.bound)
+        if self.goes_by_node:
             count = len(graph.nodes)
             arrangement = arrange(proven, self.starts.get(count, ()))
             self.starts[count] = arrangement.starts
@@ -156,7 +156,7 @@ class Sizes:
     def may_leave_out(self) -> bool:
         """True if calls may be left out of the capture of a further size, for its graph will hardly have to be
         instantiated."""
-        return self.differed < DIFFERED and (self.needs_none or self.fitted >= FITTED)
+        return self.differed < DIFFERED and (self.goes_by_node or self.fitted >= FITTED)
 
     def note_left_out(self, worked: bool) -> None:
         """Note whether calls could be left out of a capture."""

@@ -1,4 +1,4 @@
-"""`_inductor.relaunch.memory.make_outputs`: results have the type and strides of the region's."""
+"""`_inductor.relaunch.memory.outputs`: results have the type and strides of the region's."""
 
 import torch
 from torch.testing._internal.common_utils import TestCase
