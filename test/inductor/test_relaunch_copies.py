@@ -25,6 +25,7 @@ from torch_overlay._inductor.relaunch.launch import executable as memcpy_nodes, 
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.states import State
+from torch_overlay.csrc import DriverError
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000
@@ -117,7 +118,7 @@ class Exec:
     """As `native.Exec`. `refuses` has the executables whose copies the driver will not point elsewhere."""
 
     refuses: set[int] = set()
-    error = "CUDA driver error in cuGraphExecMemcpyNodeSetParams: invalid argument (1), at node 0 (memcpy)"
+    error = DriverError("cuGraphExecMemcpyNodeSetParams", 1, "invalid argument", "node 0 (memcpy)")
 
     def __init__(self, executable: int, nodes: Any, slots: Any, regions: int) -> None:
         self.executable, self.nodes, self.slots = executable, nodes, slots
@@ -127,7 +128,7 @@ class Exec:
         self.bases.update(zip(range(len(bases)) if regions is None else regions, bases))
         has_copies = any(isinstance(self.nodes[s.node], CopyNode) for s in self.slots)
         if has_copies and self.executable in self.refuses:
-            raise RuntimeError(self.error)
+            raise self.error
         return len({s.node for s in self.slots})
 
 
@@ -178,7 +179,7 @@ class TestPatcher(TestCase):
 
     def test_other_errors_are_the_callers(self) -> None:
         patcher = self.make()
-        error = "CUDA driver error in cuGraphExecKernelNodeSetParams: x"
+        error = DriverError("cuGraphExecKernelNodeSetParams", 1, "x")
         refused = mock.patch.multiple(Exec, refuses={100}, error=error)
         with refused, self.assertRaisesRegex(RuntimeError, "KernelNodeSetParams"):
             patcher.patch([0x1000, 0x2000])

@@ -112,7 +112,7 @@ def relaunch() -> Callable[[], Any]:
     _fill_low_addresses()
     device = _process.enter_context(relaunch_device.fake_device(relaunch_device.native_module()))
     allocate = [device.empty]
-    device.empty = lambda *args: allocate[0](*args)
+    device.empty = lambda *args: allocate[0](*args)  # pyrefly: ignore[bad-assignment]
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
     exec(REGION, scope)
     run = Runner(scope["region"], Code("the region", 0, static_inputs=(2,)), device)

@@ -61,7 +61,7 @@ def build(driver: str = DRIVER) -> Any:
         module = of_triton.compile_module_from_file(**arguments(driver))
     finally:
         of_triton.subprocess = before
-    module.DriverError = DriverError
+    vars(module)["DriverError"] = DriverError  # the class of what `driver_api.c` raises
     return module
 
 

@@ -102,8 +102,8 @@ class RegionGraphs:
         return True
 
     def _compare(self, work: Work, made: Relaunch | Split) -> None:
-        """Raise CaptureFailed if a launch on copies of these inputs has other results than the compiled code: Note [Kernels
-        outside of a capture] of `blame`."""
+        """Raise CaptureFailed if a launch on copies of these inputs has other results than the compiled code: Note
+        [Kernels outside of a capture] of `blame`."""
         unwritten = set(self.code.static_inputs).difference(self.code.mutated_inputs)
         shared = {id(work.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
 

@@ -241,9 +241,9 @@ class RegionReader:
         return callers_stream_index(device.index) if device is not None and device.index is not None else CALLERS_STREAM
 
     def note_reads(self, node: BaseSchedulerNode) -> None:
-        """Note in `reads_as_eager` the streams of which the next operation reads only memory that eager frees whoever reads
-        it, or keeps as a result or for the backward; and in `kept_by_eager` how many of the reads are of memory that
-        eager keeps. Nothing is noted where no pass kept the reads.
+        """Note in `reads_as_eager` the streams of which the next operation reads only memory that eager frees whoever
+        reads it, or keeps as a result or for the backward; and in `kept_by_eager` how many of the reads are of memory
+        that eager keeps. Nothing is noted where no pass kept the reads.
         """
         reads, here, number = self.tokens.foreign_reads(node), len(self.ops), self.tokens.number
         if reads is not None:

@@ -19,10 +19,11 @@ from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.states import CallKeys, State, States
+from torch_overlay.csrc import DriverError
 
 
 CODE = Code("a region", 0, saved_outputs=frozenset([0]), is_backward=True)
-NOT_SET = RuntimeError("cuGraphExecKernelNodeSetParams: not supported")
+NOT_SET = DriverError("cuGraphExecKernelNodeSetParams", 1, "not supported")
 
 
 def call(*numbers):

@@ -59,8 +59,8 @@ class CaptureFailed(Exception):
 
 
 def make_or_blame(work: Work) -> Relaunch | staged.Split:
-    """Make the graph of a region, and return what launches it. Raises CaptureFailed; NumberEscaped if a launch can't compute with
-    the numbers."""
+    """Make the graph of a region, and return what launches it. Raises CaptureFailed; NumberEscaped if a launch can't
+    compute with the numbers."""
     try:
         if work.plan.opaque and (culprit := find_escape(work)) is not None and not culprit.is_innocent:
             raise CaptureFailed("operator", culprit.did, culprit)

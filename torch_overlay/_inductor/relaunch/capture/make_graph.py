@@ -81,8 +81,8 @@ class Work(NamedTuple):
 
 
 def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
-    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Unprovable, or what the
-    region itself raises; NumberEscaped if a launch can't compute with the numbers."""
+    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Unprovable, or what
+    the region itself raises; NumberEscaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
             if work.is_shared and not work.numbers and work.sizes.may_leave_out():

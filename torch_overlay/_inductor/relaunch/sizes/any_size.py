@@ -53,8 +53,8 @@ class Seen:
 def arrange_any_size(
     first: Captured, second: Captured, graphs: Sequence[CapturedGraph], prove: Callable[..., Template]
 ) -> tuple[Arrangement, Sized]:
-    """Return the arrangement of two captures of different sizes. Raises `NumberEscaped` or `Unprovable` if there is no graph for
-    any size. `prove` proves the pointers of two graphs."""
+    """Return the arrangement of two captures of different sizes. Raises `NumberEscaped` or `Unprovable` if there is no
+    graph for any size. `prove` proves the pointers of two graphs."""
     a, b = graphs
     for captured, graph in ((first, a), (second, b)):
         if (other := next((n for n in graph.nodes if n.handle not in captured.launches.handles), None)) is not None:
