@@ -1,1 +1,12 @@
-"""Streams in Inductor: from placed FX nodes to a plan of events, and from the plan to generated code."""
+"""Streams in Inductor: from placed FX nodes to a plan of events, and from the plan to generated code.
+
+Begin with `planner`, which is pure: `plan` in, events out. In the order in which a graph meets them:
+
+    fx_passes, copies_in_place, host_copies   keep the placement through passes over the FX graph
+    lowering, graph_order                     lower it, with the user's visible operations in their order
+    folding, foreach, single_stream           decide what runs on which stream after all
+    reader, parts, planned_region             read the final schedule, and have each region planned
+    regions, around_partitions, codegen       where regions begin and end; upstream's functions that ask
+    emitter, switching, region_names          write the plan into the wrapper's lines (wrapper_lines)
+    saved_memory, runtime                     what the backward is told; what generated code calls
+"""

@@ -87,7 +87,8 @@ class NoExecutable(Exception):
 
 class Sizes:
     """Sizes of one region. A `state` is what the region has for a size: `relaunch`, its graph or None; `spent`, the
-    seconds of calls that waited for a capture; `alone`, whether the driver can't set a shared executable to its graph.
+    seconds of calls that waited for a capture; `needs_own_executable`, whether the driver can't set a shared
+    executable to its graph.
     """
 
     def __init__(self, bound: int) -> None:
@@ -104,7 +105,7 @@ class Sizes:
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state's graph is to share an executable."""
         others = sum(other is not state and other.relaunch is not None for other in states)
-        return self.bound > 0 and not state.alone and others >= OWN
+        return self.bound > 0 and not state.needs_own_executable and others >= OWN
 
     def waits(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
