@@ -205,7 +205,7 @@ class TestSizes(SizesTestCase):
         self.assertEqual(self.counted("captures"), 4)
         self.assertGreater(took := run.states.sizes.captures_took, run.states.sizes.capture_takes)
         run.states.sizes.capture_takes = 1e9
-        state = types.SimpleNamespace(alone=False, relaunch=None, spent=0.0)
+        state = types.SimpleNamespace(needs_own_executable=False, relaunch=None, spent=0.0)
         for few, seconds, waits in ((3, took, True), (4, took, False), (3, took + 1, False)):
             with mock.patch.multiple(sizes, EAGER=few, SECONDS=seconds):
                 self.assertIs(run.states.sizes.waits(state, run.states.values()), waits)
@@ -373,7 +373,7 @@ class TestSizesInTurn(Native, SizesTestCase):
             relaunch_driver.driver().fail("cuLaunchKernelEx", 1, skip)
             for n in (20, 20, 20, 8, 20):
                 self.call(run, n)
-            self.assertTrue(run.states[(20,)].alone)
+            self.assertTrue(run.states[(20,)].needs_own_executable)
             self.assertEqual(launches_of(run.states[(20,)].relaunch), 3)
             self.assertEqual(run.outside["busy"], 1)
 
@@ -397,7 +397,7 @@ class TestSizesInTurn(Native, SizesTestCase):
         self.assertEqual(int(seen), next(calls))
         for n in (20, 20, 8, 20):
             call(n)
-        self.assertTrue(run.states[(20,)].alone)
+        self.assertTrue(run.states[(20,)].needs_own_executable)
 
     def test_stages_keep_no_nodes(self):
         self.cut_into_stages()
@@ -463,7 +463,7 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
         relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 1)
         for n in (5, 5, 5, 4, 3, 5, 6, 6, 6):
             self.call(run, n)
-        self.assertTrue(run.states[(5,)].alone)
+        self.assertTrue(run.states[(5,)].needs_own_executable)
         self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3, 1))
 
     def test_stages_whose_nodes_the_driver_refuses_have_executables_of_their_own(self):
@@ -473,7 +473,7 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
         self.assertGreater(stages, 1)
         relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 4)
         self.backward(700, 700, 700, 600, 512, 700, run=run)
-        self.assertTrue(run.states[(700,)].alone)
+        self.assertTrue(run.states[(700,)].needs_own_executable)
         self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3 * stages, 1))
 
     def test_stage_that_has_written_to_an_input_does_not_run_again(self):
@@ -491,7 +491,7 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
             else:
                 self.assertEqual([int(out[-1]) for out in run(inputs)], [k * k for k in reversed(range(6))])
             self.assertEqual(int(seen), i)
-        self.assertTrue(run.states[(700,)].alone)
+        self.assertTrue(run.states[(700,)].needs_own_executable)
 
 
 def u64(*values):

@@ -58,9 +58,8 @@ class TestAttached(TestCase):
     @form.overlay_only
     def test_with_the_overlay_and_with_the_policy_alone(self) -> None:
         for module in ("torch_overlay._inductor.relaunch.hooks", "torch_overlay.cudagraphs"):
-            program = f"import {module}\nfrom torch_overlay._inductor.relaunch import host_memory\n"
-            program += "from torch_overlay._inductor.relaunch.capture import streams\n"
-            program += "from torch_overlay._inductor.relaunch.capture.recording import checks\n"
-            program += "print(len(streams.exchanges), len(host_memory.keepers), len(checks))"
+            program = f"import {module}\nfrom torch_overlay._inductor.relaunch.keys import keepers\n"
+            program += "from torch_overlay._inductor.relaunch.capture.recording import checks, exchanges\n"
+            program += "print(len(exchanges), len(keepers), len(checks))"
             run = [sys.executable, "-c", program]
             self.assertEqual(subprocess.run(run, capture_output=True, text=True, check=True).stdout, "2 1 1\n")

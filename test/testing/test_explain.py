@@ -71,11 +71,10 @@ PROGRAM = """\
 
 
 REFUSES = """
-    from torch_overlay._inductor.relaunch import refusals
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import Code, refuse, Refused
 
     code = Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
-    refusals.refuse(refusals.Refused(code, "node-kind", "a library launched a CUDA graph of its own"))
+    refuse(Refused(code, "node-kind", "a library launched a CUDA graph of its own"))
 """
 
 

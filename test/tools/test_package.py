@@ -49,7 +49,7 @@ class TestPackage(TestCase):
             """
             import torch_overlay
             from torch_overlay import csrc
-            from torch_overlay._inductor.relaunch.launch import native
+            from torch_overlay._inductor.relaunch.launch import executable
             from stand_ins import relaunch_driver
 
             assert torch_overlay.__file__.startswith(sys.argv[1]), torch_overlay.__file__
