@@ -73,7 +73,7 @@ def replaced_by(reference: str) -> Callable[[Any], Any]:
 
 def override(instance: object, **methods: Callable[..., Any]) -> None:
     """Make an object one of a subclass of its class, in which `methods` override those of their names. Each is called
-    as `method(original, instance, *args, **kwargs)`.
+    as `method(original, instance, *args, **kwargs)`. A method that a subclass of ours defines stays.
     """
     key = tuple(methods.items())
     if key not in getattr(type(instance), "__overrides__", ()):
@@ -92,7 +92,11 @@ def _overriding(base: type, methods: tuple[tuple[str, Callable[..., Any]], ...])
 
         return method
 
-    body: dict[str, Any] = {name: overriding(name, implementation) for name, implementation in methods}
+    def is_ours(name: str) -> bool:
+        owner = next(cls for cls in base.__mro__ if name in vars(cls))
+        return owner.__module__.startswith(f"{__name__.rpartition('.')[0]}.")
+
+    body: dict[str, Any] = {name: overriding(name, method) for name, method in methods if not is_ours(name)}
     body |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     body["__overrides__"] = (*getattr(base, "__overrides__", ()), methods)
     subclass = type(base)(base.__name__, (base,), body)

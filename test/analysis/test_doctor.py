@@ -596,7 +596,7 @@ class TestResults(unittest.TestCase):
         self.enterContext(mock.patch("torch.cuda.synchronize"))
         self.enterContext(mock.patch("torch.cuda.get_device_name", return_value="none"))
         self.enterContext(mock.patch.object(sys.modules[diagnose.__module__], "TIMED", 1))
-        self.enterContext(mock.patch.object(waits, "noted", lambda: contextlib.nullcontext({})))
+        self.enterContext(mock.patch.object(waits, "noted_waits", lambda: contextlib.nullcontext({})))
         self.addCleanup(torch._dynamo.reset)
 
     def results(self, fn: Callable[..., Any], remedy: Callable[..., Any], *args: Any, backend: str = "eager") -> str:

@@ -800,14 +800,14 @@ class TestCompiledAutograd(TestCase):
         with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
             (run_one(x) + run_one(x)).backward()
         seen = []
-        real = backward_tables.run
+        real = backward_tables.run_backward
 
         def keep(call: Any, gm: Any, needed: Any) -> Any:
             tables = backward_tables.queued()
             seen.extend(tables[-n.from_end].objects[n.index].stream_id for n in needed)
             return real(call, gm, needed)
 
-        with mock.patch.object(backward_tables, "run", keep), self.enabled():
+        with mock.patch.object(backward_tables, "run_backward", keep), self.enabled():
             run_two(x).backward()
         self.assertEqual(seen, [two.stream_id])
         self.assertEqual(backward_tables.queued(), [])

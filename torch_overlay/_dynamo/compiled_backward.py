@@ -254,7 +254,7 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
     finally:
         compiler.compiler_fn = compile_graph
     ((gm, needed),) = found
-    return lambda *args: backward_tables.run(lambda: run(*args), gm, needed), compiled
+    return lambda *args: backward_tables.run_backward(lambda: run(*args), gm, needed), compiled
 
 
 def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> Any:
