@@ -842,6 +842,7 @@ class TestObjects(StreamTestCase):
             "record_event = record_event(1, 0); wait_event = wait_event(2, 0); add = add(l_x_, 1); return add",
         )
 
+    @pytest.mark.each_hook
     def test_event_returned_is_the_one_recorded(self) -> None:
         def fn(x):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
