@@ -115,7 +115,7 @@ class Graph:
 
 
 class Exec:
-    """As `native.Exec`. `refuses` has the executables whose copies the driver will not point elsewhere."""
+    """As the C module's `Exec`. `refuses` has the executables whose copies the driver will not point elsewhere."""
 
     refuses: set[int] = set()
     error = DriverError("cuGraphExecMemcpyNodeSetParams", 1, "invalid argument", "node 0 (memcpy)")

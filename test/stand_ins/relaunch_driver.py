@@ -160,7 +160,7 @@ def driver() -> Driver:
 
 @functools.cache
 def module() -> Any:
-    """The C module of `native`, over this driver."""
+    """The C module, over this driver."""
     return executable.complete(_built()[0].relaunch)
 
 

@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--simulate", action="store_true", help="simulate a GPU even if there is one")
     parser.add_argument("--no-tries", action="store_true", help="try no switches")
     parser.add_argument("--remedy", metavar="FUNCTION", help="the function as you have changed it: try it, too")
-    parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `trials`: JSON
+    parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `tried`: JSON
     parser.add_argument("--fail-under", type=share, metavar="SHARE", help="of launches in graphs: 0.95, 95 or 95%%")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page")

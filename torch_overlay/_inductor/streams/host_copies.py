@@ -64,7 +64,7 @@ MEMORY_LIKE = torch.ops.streams_memory.memory_like.default
 
 class AsyncCopy(ir.ExternKernel):
     """A kernel that fills a range of a buffer from a value: on the other side (device or host), or for
-    `partial_writes.write_back_parts`.
+    `copies_in_place.write_back_parts`.
     """
 
     def __init__(self, memory: ir.IRNode, part: ir.FixedLayout, source: ir.IRNode) -> None:

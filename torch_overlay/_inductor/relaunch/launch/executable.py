@@ -400,7 +400,7 @@ class Patcher:
         return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, slots, self.template.regions)
 
     def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
-        """Write the bases, as `native.Exec.patch` does; rebuild the executable if the driver refuses a copy."""
+        """Write the bases, as `Exec.patch` does; rebuild the executable if the driver refuses a copy."""
         for region, base in zip(range(self.template.regions) if regions is None else regions, bases):
             if base is not None:
                 self.bases[region] = base if isinstance(base, int) else base.data_ptr()
