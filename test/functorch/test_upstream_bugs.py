@@ -19,7 +19,7 @@ import form
 
 
 NAMES = [check.__name__ for check in upstream_bugs.CHECKS]
-# What a check finds on stock: the parts of it that fail, in order; a text.
+# The parts of each check that fail on stock, in order, as a text.
 PARTS = {
     "inputs_saved_and_written": "whole",
     "read_behind_the_write": "whole view twice twice",

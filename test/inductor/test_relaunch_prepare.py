@@ -15,7 +15,7 @@ from torch_overlay._inductor.relaunch import causes
 from torch_overlay._inductor.relaunch.capture import device as preparing
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.device import Cuda
-from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
+from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
 from torch_overlay._inductor.relaunch.launch import executable
 
 
@@ -35,7 +35,7 @@ class TestPrepare(TestCase):
     def fakes(self, **how):
         """Nothing is loaded; a call of each is noted."""
         self.fake(executable, "implementation", new=lambda: self.done.append("module"))
-        self.fake(driver, "NativeDriver", new=lambda: self.done.append("bindings"))
+        self.fake(preparing, "NativeDriver", new=lambda: self.done.append("bindings"))
         return self.fake(fill_copy_kernels, "_function", return_value=1, **how)
 
     def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):

@@ -1,4 +1,4 @@
-"""What the C module's regions do where it is not built, and inside a capture on a GPU; else: `unit/csrc`."""
+"""Regions where the C module is not built, and inside a capture on a GPU; the others are in `unit/csrc`."""
 
 from __future__ import annotations
 

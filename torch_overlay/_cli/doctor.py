@@ -61,7 +61,7 @@ def tried(
 ) -> list[Trial]:
     """Try the switches among the remedies, and another function of the same file on the same inputs. `command`: the
     arguments of the doctor that made the diagnosis; `output`: what a script printed meanwhile, which is its result.
-    What is being tried is printed; an interrupt ends it."""
+    Each trial is printed before it begins; an interrupt ends it."""
     what: list[tuple[str, str, dict[str, Any]]] = []
     if switches:
         chosen = remedies.switches(found.findings)

@@ -142,7 +142,7 @@ class TestRegion(TestCase):
         self.assertEqual(self.calls(), "query@9 record1@11 wait1@12")
 
     def test_event_of_a_stream_that_held_nothing_is_recorded_again(self):
-        """What the first record left out does not make the second one void."""
+        """The second record is made, though the first one was left out."""
         entry, leave = (("record_busy", 0, 0), ("wait", 0, 1)), (("record", 0, 1), ("wait", 0, 0))
         region = self.region((-1, 1), 1, entry=entry, exit=leave)
         self.driver.set_idle(1)

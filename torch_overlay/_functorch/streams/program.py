@@ -66,8 +66,6 @@ class PeerCopies:
     """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
     def __init__(self) -> None:
-        from torch_overlay._dynamo import registry
-
         streams = [i for i in registry.describe() if i.kind == "stream" and i.device is not None]
         self.devices = {i.index: i.device.index for i in streams if i.device is not None}
         self.callers_stream = {
@@ -99,8 +97,6 @@ _streams = torch.ops.streams
 
 def _observed_events(ops: Sequence[Node]) -> set[int]:
     """Return the events whose record is visible outside: the caller holds them, or the host reads them here."""
-    from torch_overlay._dynamo import registry
-
     observed = {info.index for info in registry.describe() if info.escapes}
     for node in ops:
         reads_events = node.target is _streams.synchronize_event.default or "event" in str(node.target)

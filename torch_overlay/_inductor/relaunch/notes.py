@@ -128,8 +128,6 @@ def _line_of(node: Any) -> str:
 
 def is_control_flow(node: Any) -> bool:
     """True if the host decides by a tensor what a node of an FX graph launches."""
-    import torch
-
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in CONTROL_FLOW
 
 

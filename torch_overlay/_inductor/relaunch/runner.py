@@ -234,9 +234,9 @@ class Runner:
             inputs[:] = originals or inputs
             return run("number", inputs)
         except RuntimeError as error:
-            refused = error if isinstance(error, DriverError) else None
-            by_node = refused is not None and refused.launches_a_node
-            if shares and (by_node or (refused is not None and refused.sets_a_node)):
+            of_driver = isinstance(error, DriverError)
+            by_node = of_driver and error.launches_a_node
+            if shares and (by_node or (of_driver and error.sets_a_node)):
                 causes.log.info("%s: a size gets an executable of its own: %s", self.code.name, error)
                 state.needs_own_executable = True
                 self.states.set_graph(state)

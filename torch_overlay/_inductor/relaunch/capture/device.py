@@ -64,11 +64,8 @@ log = logging.getLogger(__name__)
 @functools.cache
 def prepare(device: int) -> None:
     """Load all that a capture on the current device needs. Raises what the loader raises where there is no driver."""
-    from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
-    from torch_overlay._inductor.relaunch.launch import executable
-
     executable.implementation()
-    driver.NativeDriver()
+    NativeDriver()
     try:
         fill_copy_kernels.prepare(device)
     except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it

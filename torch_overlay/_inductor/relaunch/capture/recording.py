@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 CALLERS = "the caller's"  # the key of the stream that the region is launched on
-# What compiled code uses streams by adds itself here. Each replaces them for the time of a context, by `instead(key)`:
+# Modules by which compiled code uses streams add a function here, whose context replaces the streams by `instead(key)`:
 # the same stream for the same key.
 exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = []
 
@@ -377,7 +377,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# Who knows more of compiled code adds a check, which raises `Unprovable`.
+# Checks of compiled code, added by the modules that know more of it; a check raises `Unprovable`.
 checks: list[Callable[[Any], None]] = []
 
 
