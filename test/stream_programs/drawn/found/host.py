@@ -721,3 +721,18 @@ def update_by_a_call_of_memory_that_a_side_stream_allocated_between_partitions(k
         return (v3,)
 
     return calls(k, fn)
+
+
+# The kernel of the host that would have made the constant there read the device's memory.
+@found("y pinned")
+def constant_in_another_type_whose_copy_to_the_host_is_counted_on(k):
+    e1 = torch.cuda.Event()
+
+    def fn(y, pinned):
+        v1 = pinned.to("cuda", non_blocking=True)
+        y.view(torch.int32).zero_()
+        e1.record()
+        v2 = y.cpu()
+        return v1, v2
+
+    return calls(k, fn)
