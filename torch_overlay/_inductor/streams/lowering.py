@@ -25,6 +25,7 @@ from torch_overlay._inductor.streams.copies_in_place import (
     IN_PLACE,
     inputs_in_parts,
     make_copies_in_place,
+    saved_views,
     write_back_parts,
 )
 from torch_overlay._inductor.streams.folding import fold_branches
@@ -134,12 +135,13 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         offload_codegen.register()
     has_streams = handles_streams() and is_placed_program(gm.graph)
+    is_backward = bool(kwargs.get("is_backward"))
     if has_streams:
-        prepare(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
+        prepare(gm.graph, config.fold_branches_below_us, is_backward)
     copies_in_place.publish_copy(gm.graph)
     original(lowering, gm, *args, **kwargs)
     if has_streams:
-        assume_unaligned(lowering, inputs_in_parts(gm.graph))
+        assume_unaligned(lowering, inputs_in_parts(gm.graph) | (saved_views(gm.graph) if is_backward else set()))
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
