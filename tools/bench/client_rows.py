@@ -466,6 +466,8 @@ def _generates(use: Use, model: Any, inputs: list[dict[str, Any]], new: int = NE
 
 def _language(use: Use, lengths: tuple[int, ...] = (16,), **settings: Any) -> Client:
     model = _llama(use).eval().to(torch.bfloat16 if use.cuda else torch.float32)
+    if "num_beams" in settings:  # which generate compiles nothing for
+        model.forward = use.compile(model.forward)
     prompts = [_tokens(use, 1, n) for n in lengths]
     inputs = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in prompts]
     return _generates(use, model, inputs, **{"do_sample": False, **settings})
