@@ -33,6 +33,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.runner import FirstRuns
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -1638,7 +1639,7 @@ class TestPolicy(TestCase):
 
     def test_outputs_are_saved_by_a_forward(self):
         """Gradients after those that somebody looks at, and bases of views, are not."""
-        graph = SimpleNamespace(relaunch_visible_outputs=(0,))
+        CompiledNotes(visible_outputs=(0,)).put(graph := SimpleNamespace())
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
             known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
             code = describe.describe(graph, (), stack_traces=[""] * 3, **known)

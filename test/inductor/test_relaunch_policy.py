@@ -34,6 +34,7 @@ from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase
 from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
 from torch_overlay._inductor.relaunch import causes, coverage, live, policy
+from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.cudagraphs import RelaunchPolicy
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -433,7 +434,9 @@ class TestNeeds(Compiling):
         def model(inputs):
             return inputs
 
-        graph = SimpleNamespace() if ALONE else SimpleNamespace(relaunch_partitions=())
+        graph = SimpleNamespace()
+        if not ALONE:
+            CompiledNotes().put(graph)
         known = {"device_index": 0, "is_backward": False, "is_inference": is_inference}
         with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
             model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)

@@ -23,7 +23,7 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
 from torch_overlay._inductor.relaunch.causes import Code
-from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
+from torch_overlay._inductor.relaunch.notes import CompiledNotes, Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Unprovable
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -115,8 +115,8 @@ class TestOfInductor(RefusalTestCase):
                 disabled_cudagraphs_reason=None,
                 cudagraph_info=None,
                 partition_maps=[],
-                relaunch_partitions=Partitions((), reasons).plain(),
             )
+            CompiledNotes(partitions=Partitions((), reasons)).put(compiled)
             found = policy.why_not(compiled)
             self.assertEqual(found and found[0], expected)
             if not reasons:

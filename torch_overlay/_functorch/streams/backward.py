@@ -74,7 +74,7 @@ from torch_overlay._functorch.streams.fx import (
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager
-from torch_overlay._functorch.streams.saved_values import place_saved, record_saved_gradients
+from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 
 
@@ -198,9 +198,9 @@ def place_parts(
     backward.recompile()
     context = torch._guards.TracingContext.try_get()
     if context is not None:
-        output = next(iter(forward.graph.find_nodes(op="output")))
-        names = [v.name if isinstance(v, torch.fx.Node) else "" for v in output.args[0]]  # type: ignore[union-attr]
-        context.stream_saved = names, backward.graph  # type: ignore[attr-defined]
+        results: Any = forward.graph.output_node().args[0]
+        names = [value.name if isinstance(value, torch.fx.Node) else "" for value in results]
+        ContextNotes(names, backward.graph).put(context)
 
 
 def mark_backward(graph: Graph) -> None:

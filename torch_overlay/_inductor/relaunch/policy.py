@@ -100,7 +100,7 @@ class RelaunchPolicy(CUDAGraphPolicy):
         """Return False for code of which Inductor makes no graph, after a refusal that says why."""
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
         if _thread.rewrites is not None or is_asked(compiled_graph):
-            parts = notes.partitions_of(compiled_graph)
+            parts = notes.CompiledNotes.of(compiled_graph).partitions
             made, residents = _thread.rewrites or ((), None)
             record = coverage.CompiledCode(describe_whole(compiled_graph), parts, made, residents)
             if (found := why_not(compiled_graph)) is not None:
@@ -220,7 +220,7 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
         advice = [advice for about, advice in ADVICE.items() if about in text]
         return "inductor", "; ".join([text, *advice])
     if _is_partitioned(compiled) and not compiled.partition_maps:
-        rows = notes.partitions_of(compiled).split_off
+        rows = notes.CompiledNotes.of(compiled).partitions.split_off
         if rows and not any(row.kernels for row in rows):
             return None
         reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
@@ -280,7 +280,7 @@ def _is_alone(model: Callable[..., Any], is_inference: bool) -> str | None:
     """Return what would go wrong in a graph of generated code, if it was compiled without notes, or if captures don't
     know of the caller's streams."""
     names = getattr(getattr(model, "__code__", None), "co_names", ())
-    is_noted = notes.are_there(_thread.graph)
+    is_noted = notes.CompiledNotes.find(_thread.graph) is not None
     if not STREAMS.isdisjoint(names) and not (is_noted and exchanges):
         return "work on streams of the caller's would not be captured"
     if not is_inference and not ATTENTION.isdisjoint(names) and not is_noted:
