@@ -34,6 +34,7 @@ from torch_overlay._cli import program
 from torch_overlay._inductor.relaunch import causes, coverage
 from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
+from torch_overlay.table import aligned
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._text import innermost_frame
 
@@ -269,10 +270,7 @@ class Report:
 
     def _table(self, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         if self._console is None:
-            widths = [max(len(r[i]) for r in [columns, *rows]) for i in range(len(columns))]
-            print(title)
-            for row in [columns, *rows]:
-                print("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())
+            print("\n  ".join([title, *aligned([columns, *rows])]))
             return
         from rich.table import Table
         from rich.text import Text

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.causes import CAUSES, refused as all_refused
 from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
+from torch_overlay.table import aligned
 
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class Coverage:
                 rows.append((function.name, "no region has a graph", str(function.calls), "0", *[""] * 5))
         lines = [self.summary()]
         if len(rows) > 1:
-            lines += ["", *_columns(rows)]
+            lines += ["", *aligned(rows)]
         for each in sorted(self.outside, key=lambda each: -each.kernels):
             lines += ["", f"[{each.code}] {each.message} (calls: {each.calls}, launches: {each.kernels})"]
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
@@ -247,11 +248,6 @@ def _rewritten(function: Function) -> list[str]:
     copied = f", copied to the device {function.copies} times in {function.calls} calls" if function.copies else ""
     lines = [f"[rewritten] {function.name}{copied}"]
     return lines + [f"    {kind} at {line}" if line else f"    {kind}" for kind, line in function.rewrites]
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def _difference(after: Function, before: Function | None) -> Function:
