@@ -19,7 +19,7 @@ PACKAGE = "torch_overlay"
 # From the bottom to the top: a module may import what stands in its own layer or below. A name stands for a module, or
 # for all of a folder that no longer name stands for.
 LAYERS = (
-    ("errors", "version", "csrc", "notes", "table"),
+    ("errors", "version", "csrc", "notes", "orders", "table"),
     ("config", "_options", "_stream_handling", "_logging", "seams", "hooks", "_functorch.offload.settings"),
     # The words of FX graphs, and what is said of a node.
     tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),

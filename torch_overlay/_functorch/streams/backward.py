@@ -76,6 +76,7 @@ from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager
 from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
+from torch_overlay.orders import reached
 
 
 if TYPE_CHECKING:
@@ -270,12 +271,7 @@ def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node
             if user in chain:
                 found |= launched.get(user, set())
                 todo += () if user in launched else (user,)
-    sums = list(found)
-    while sums:
-        added = {user for user in sums.pop().users if user.meta.get("is_gradient_acc")} - found
-        found |= added
-        sums += added
-    return found
+    return reached(found, lambda node: (user for user in node.users if user.meta.get("is_gradient_acc")))
 
 
 def _is_of_autograd_node(node: Node) -> bool:
