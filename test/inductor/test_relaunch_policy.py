@@ -298,7 +298,7 @@ class Compiling(TestCase):
         return [graph.get("relaunch") or "tree" for graph in seen.cudagraphs], seen.wrappers
 
     def refused(self):
-        return [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in causes.refused()]
+        return [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
 
 
 class TestCompiled(Compiling):
@@ -441,7 +441,7 @@ class TestNeeds(Compiling):
         with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
             model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)
             made = POLICY.cudagraphify(model, [], [], **known)
-        self.assertEqual([r.reason for r in causes.refused()], ["policy-alone"] * (made is model))
+        self.assertEqual([r.code for r in causes.refused()], ["policy-alone"] * (made is model))
         return made is not model
 
     def test_seeds_of_attention(self):
@@ -522,7 +522,7 @@ class TestGpu(GpuTestCase):
         for _ in range(4):
             compiled(q).sum().backward()
             self.assertTrue(q.grad.isfinite().all())
-        self.assertEqual({r.reason for r in causes.refused()}, {"policy-alone"} if ALONE else set())
+        self.assertEqual({r.code for r in causes.refused()}, {"policy-alone"} if ALONE else set())
 
 
 @form.overlay_only

@@ -152,7 +152,7 @@ class Report:
             self._heading("Timeline")
             self._line("\n".join([str(self._timeline), *(f"wrote {name}" for name in self._written)]))
         if refused:
-            rows = [(r.code.name, r.reason, r.message, r.line or r.code.source, r.remedy) for r in refused]
+            rows = [(r.region.name, r.code, r.message, r.line or r.region.source, r.remedy) for r in refused]
             self._table("Regions without a CUDA graph", ("region", "code", "what it is", "line", "what to do"), rows)
         if graphs.functions:
             self._heading("CUDA graphs")

@@ -4,6 +4,7 @@ graph is not available later, when the code is taken from a cache: the notes are
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.relaunch import attention_seeds, split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
-from torch_overlay._inductor.relaunch.causes import COMMUNICATION, of_partition
+from torch_overlay._inductor.relaunch.causes import Cause, COMMUNICATION, of_partition
 from torch_overlay._inductor.relaunch.rewrites.graph import current, Resident, Rewrite, Rewrites
 from torch_overlay._inductor.user_lines import source_line, trace_near
 
@@ -28,13 +29,10 @@ LAUNCH_NOTHING = ("split-streams", "split-zeros")
 SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
 
 
-class SplitOff(NamedTuple):
-    """What one operation between graphs is, and why it is there."""
+@dataclass(frozen=True)
+class SplitOff(Cause):
+    """Why one operation is between graphs."""
 
-    code: str  # of `causes`
-    reason: str
-    operator: str
-    line: str
     kernels: int
 
 
@@ -58,7 +56,7 @@ class CompiledNotes(NamedTuple):
     owners: tuple[int | None, ...] = ()  # for each result, the stream whose memory it is: `streams.saved_memory`
 
     def put(self, compiled: Any) -> None:
-        """Put them on the code, without types: a pickle of it doesn't depend on where this module is."""
+        """Put them on the code, without types: what a cache has of it can be read where our modules are not."""
         compiled.overlay_notes = _plain(self)
 
     @classmethod
@@ -77,6 +75,7 @@ class CompiledNotes(NamedTuple):
 
 
 def _plain(value: Any) -> Any:
+    value = astuple(value) if isinstance(value, SplitOff) else value
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
@@ -136,7 +135,7 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
             code, reason = "split-collective", f"a collective: {operator}"
     if operator and operator not in reason:
         reason = f"{reason} ({overload})"
-    return SplitOff(code, reason, operator, _line_of(node), kernels=code not in LAUNCH_NOTHING)
+    return SplitOff.of(code, reason, operator=operator, line=_line_of(node), kernels=code not in LAUNCH_NOTHING)
 
 
 def _line_of(node: Any) -> str:

@@ -92,7 +92,7 @@ class TestPartitions(TestCase):
         reason = "unbacked binding"
         noted = self.note((Node(3),), [Node(7), nothing()], reason=reason)
         (row,) = noted.split_off
-        self.assertEqual(row[:3], ("split-data-dependent", reason, ""))
+        self.assertEqual((row.code, row.message, row.operator), ("split-data-dependent", reason, ""))
         self.assertIn("/model.py:7", row.line)
         self.assertEqual(row.kernels, 1)
 
@@ -109,12 +109,12 @@ class TestPartitions(TestCase):
         ):
             (row,) = self.note([Node(7, target)], reason=unsafe).split_off
             self.assertEqual(row.code, code)
-            self.assertTrue(row.reason.startswith(reason), row.reason)
+            self.assertTrue(row.message.startswith(reason), row.message)
 
     def test_part_of_few_kernels(self):
         (row,) = self.note([Node(3)]).split_off
         self.assertEqual(row.code, "split-small")
-        self.assertIn("cudagraph_min_partition_size", row.reason)
+        self.assertIn("cudagraph_min_partition_size", row.message)
 
     def test_graph_without_partitions(self):
         self.assertEqual(graph_partitions(SimpleNamespace(scheduler=None)), Partitions())
@@ -124,7 +124,7 @@ class TestPartitions(TestCase):
         self.assertIn("/model.py:3", line)
 
     def test_pickle(self):
-        rows = (SplitOff("split-unsafe", "why", "op", "line", 1),)
+        rows = (SplitOff.of("split-unsafe", "why", operator="op", line="line", kernels=1),)
         rewrites = Rewrites((Rewrite("resident", "line"),), (Resident(1, 0, (2,)),))
         noted = CompiledNotes((0,), Partitions(((2, "line", ("s0",)),), rows), ((), (-1,)), rewrites, (None, 1))
         noted.put(compiled := SimpleNamespace())
