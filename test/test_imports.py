@@ -19,7 +19,7 @@ PACKAGE = "torch_overlay"
 # From the bottom to the top: a module may import what stands in its own layer or below. A name stands for a module, or
 # for all of a folder that no longer name stands for.
 LAYERS = (
-    ("errors", "version", "csrc"),
+    ("errors", "version", "csrc", "notes", "orders", "table"),
     ("config", "_options", "_stream_handling", "_logging", "seams", "hooks", "_functorch.offload.settings"),
     # The words of FX graphs, and what is said of a node.
     tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
@@ -29,7 +29,7 @@ LAYERS = (
     ("upstream_fixes",),
     (
         "_inductor.scheduler_nodes",
-        "_inductor.schedule_notes",
+        "_inductor.notes",
         "_inductor.graph_results",
         "_inductor.profiler_ranges",
         "_inductor.user_lines",

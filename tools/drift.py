@@ -29,13 +29,13 @@ from typing import Protocol, TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from series import base, installed_root, read_fixes, read_series, series_folder, SeriesError  # noqa: E402
+from series import base, installed_root, places_of, read_fixes, read_series, series_folder, SeriesError  # noqa: E402
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from series import FileChange, Hunk
+    from series import FileChange
     from torch_overlay.seams import Seam
 
 UNCHANGED, MOVED, CHANGED, GONE = "unchanged", "moved", "changed", "gone"
@@ -259,11 +259,12 @@ def check_patch(name: str, changes: Sequence[FileChange], texts: dict[str, str |
             continue
         lines, shift = text.split("\n"), 0
         for hunk in change.hunks:
-            at = _find(lines, hunk, shift)
-            if at is None:
+            start, places = hunk.old_start - 1 + shift, places_of(hunk, lines)
+            if start not in places and len(places) != 1:
                 _worsen(report, NEEDS_WORK, f"{change.path}:{hunk.old_start}: its lines are not there once")
                 continue
-            if at != hunk.old_start - 1 + shift:
+            at = start if start in places else places[0]
+            if at != start:
                 _worsen(report, OFFSET, "")
             lines[at : at + len(hunk.side("-"))] = hunk.side("+")
             shift = at - (hunk.old_start - 1) + len(hunk.side("+")) - len(hunk.side("-"))
@@ -276,18 +277,6 @@ def _worsen(report: PatchReport, verdict: str, said: str) -> None:
     report.verdict = max(report.verdict, verdict, key=order.index)
     if said:
         report.said.append(said)
-
-
-def _find(lines: Sequence[str], hunk: Hunk, shift: int) -> int | None:
-    """Return where the hunk's old lines are: where it says, or at the only other place."""
-    old = hunk.side("-")
-    start = hunk.old_start - 1 + shift
-    if list(lines[start : start + len(old)]) == old:
-        return start
-    places = [
-        i for i in range(len(lines) - len(old) + 1) if lines[i] == old[0] and list(lines[i : i + len(old)]) == old
-    ]
-    return places[0] if len(places) == 1 else None
 
 
 # ---- the report

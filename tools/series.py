@@ -189,12 +189,17 @@ def moved(change: FileChange, text: str | None) -> FileChange:
     lines = (text or "").split("\n")
     hunks, shift = [], 0
     for hunk in change.hunks if not change.is_new else ():
-        old, expected = hunk.side("-"), hunk.old_start - 1 + shift
-        places = (i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old)
-        place = min(places, key=lambda i: abs(i - expected), default=hunk.old_start - 1)
+        expected = hunk.old_start - 1 + shift
+        place = min(places_of(hunk, lines), key=lambda i: abs(i - expected), default=hunk.old_start - 1)
         shift = place - (hunk.old_start - 1)
         hunks.append(replace(hunk, old_start=place + 1))
     return change if change.is_new else replace(change, hunks=tuple(hunks))
+
+
+def places_of(hunk: Hunk, lines: Sequence[str]) -> list[int]:
+    """Return where a file has the lines that a hunk is made for."""
+    old = hunk.side("-")
+    return [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
 
 
 def whole_series() -> list[PatchFile]:

@@ -33,6 +33,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.runner import FirstRuns
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -850,7 +851,7 @@ class TestAlignment(RelaunchTestCase):
             x, w = self.at(skew), self.at(0)
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
-        self.assertEqual([r.reason for r in causes.refused()], ["kept"])
+        self.assertEqual([r.code for r in causes.refused()], ["kept"])
         self.assertEqual(run.outside, {"warm-up": 1, "kept": 2})
 
     def test_less_aligned_input_while_another_thread_captures(self):
@@ -1491,7 +1492,7 @@ def region(args):
             torch._inductor.config.patch("triton.cudagraph_or_error", True),
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
         ):
-            causes.refuse(causes.Refused(code, "node-kind", "why"))
+            causes.refuse(causes.Refused.of("node-kind", "why", region=code))
 
 
 class TestFirstLaunchWithCopies(RelaunchTestCase):
@@ -1540,7 +1541,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
         with mock.patch.object(Launcher, "replay", replay):
             self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
-        self.assertEqual(([r.reason for r in causes.refused()], len(seen)), (["host-memory"], 1))
+        self.assertEqual(([r.code for r in causes.refused()], len(seen)), (["host-memory"], 1))
 
     def test_other_regions_raise(self):
         with mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("broken"))):
@@ -1638,7 +1639,7 @@ class TestPolicy(TestCase):
 
     def test_outputs_are_saved_by_a_forward(self):
         """Gradients after those that somebody looks at, and bases of views, are not."""
-        graph = SimpleNamespace(relaunch_visible_outputs=(0,))
+        CompiledNotes(visible_outputs=(0,)).put(graph := SimpleNamespace())
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
             known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
             code = describe.describe(graph, (), stack_traces=[""] * 3, **known)
@@ -1703,8 +1704,8 @@ class TestPolicy(TestCase):
         counters.clear()
         with self.assertLogs(causes.log, "WARNING") as logs:
             for name in ("a", "b", "a"):
-                causes.refuse(causes.Refused(Code(name, 0), "kept", "why"))
-        self.assertEqual([r.code.name for r in causes.refused()], ["a", "b"])
+                causes.refuse(causes.Refused.of("kept", "why", region=Code(name, 0)))
+        self.assertEqual([r.region.name for r in causes.refused()], ["a", "b"])
         self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 
 
@@ -1729,7 +1730,7 @@ class TestGpu(GpuTestCase):
                 drawing.append(True)
                 for _ in range(3):
                     self.assertTrue(0 < float(compiled(x).mean()) < 1)
-        self.assertEqual([r.reason for r in causes.refused()], ["kept"], causes.refusals())
+        self.assertEqual([r.code for r in causes.refused()], ["kept"], causes.refusals())
 
     def test_region_that_keeps_its_memory(self):
         kept = []
@@ -1743,7 +1744,7 @@ class TestGpu(GpuTestCase):
                 for _ in range(4):
                     self.assertEqual(compiled(x), torch.full((64,), 3.0, device="cuda"))
         del kept[:]
-        self.assertEqual([r.reason for r in causes.refused()], ["kept"], causes.refusals())
+        self.assertEqual([r.code for r in causes.refused()], ["kept"], causes.refusals())
 
     def test_a_capture_leaves_the_allocator_as_it_was(self):
         x = torch.randn(1 << 24, device="cuda")

@@ -14,10 +14,10 @@ import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
-from torch_overlay._inductor.relaunch.graph.concurrency import only_order
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot, Template
+from torch_overlay.orders import only_order
 
 
 COUNT, SIZE = 9, 64  # of attributes, and bytes of one

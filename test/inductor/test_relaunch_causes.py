@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ELSEWHERE = ("graph-break", "host-wait", "eager", "eager-optimizer", "eager-backward", "recompiled")  # the doctor's
-RAISED = ("Unprovable", "_Found", "_refuse", "refuse", "_outside")
+RAISED = ("Unprovable", "_Found", "_refuse", "refuse", "_outside", "of")
 
 
 def constants(node: ast.AST | None) -> Iterator[str]:

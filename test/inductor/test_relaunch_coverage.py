@@ -14,6 +14,7 @@ import torch_overlay
 from stand_ins.relaunch_case import host, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
+from torch_overlay._inductor.relaunch.causes import Cause
 from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
 from torch_overlay._inductor.relaunch.states import States
 from torch_overlay.testing import simulated_gpu
@@ -47,7 +48,9 @@ class TestCounts(RelaunchTestCase):
             self.assertEqual(run([x, *rest])[0], x * 2)
 
     def test_first_call_is_outside_and_the_others_are_in(self):
-        run = self.compiled(split=[SplitOff("split-failed", "a::b waits", "a::b", "f.py:3: b(x)", 1)])
+        run = self.compiled(
+            split=[SplitOff.of("split-failed", "a::b waits", operator="a::b", line="f.py:3: b(x)", kernels=1)]
+        )
         self.calls(run, 10)
         seen = coverage.coverage()
         self.assertEqual((seen.kernels_in_graphs, seen.kernels_outside, seen.host_launches), (27, 13, 22))
@@ -155,7 +158,7 @@ class TestCounts(RelaunchTestCase):
     def test_code_without_a_graph_is_counted(self):
         run = self.runner(ADD)
         made = coverage.CompiledCode(run.code, Partitions(((4, ""),)))
-        model = made.without_graph(run.region.model, "inductor", "it says so")
+        model = made.without_graph(run.region.model, Cause.of("inductor", "it says so"))
         for _ in range(3):
             model([torch.randn(4, 32)])
         seen = coverage.coverage()

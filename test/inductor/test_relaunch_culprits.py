@@ -121,7 +121,7 @@ def region(args):
         run = self.runner(self.SOURCE)
         self.calls(run)
         (found,) = causes.refused()
-        self.assertEqual((found.reason, found.operator), ("operator", "culprits::waits.default"))
+        self.assertEqual((found.code, found.operator), ("operator", "culprits::waits.default"))
         did = "waits for the device, or allocates or frees its memory itself (CUDA error 900)"
         self.assertEqual(found.message, f"culprits::waits.default {did}")
         self.assertEqual(split_off.failed(), {"culprits::waits.default": did})
@@ -138,7 +138,7 @@ def region(args):
         self.calls(self.runner(self.SOURCE), 2)
         self.assertEqual((causes.refused(), dict(split_off.failed())), ([], {}))
         self.calls(self.runner(self.SOURCE), 6)
-        self.assertEqual([r.reason for r in causes.refused()], ["out-of-memory"])
+        self.assertEqual([r.code for r in causes.refused()], ["out-of-memory"])
 
     def test_operator_that_all_models_are_made_of_is_not_split_off(self):
         """What has made it fail may be gone at the next call; a product that runs between graphs would stay."""
@@ -153,7 +153,7 @@ def region(args):
         library.impl("mm", lambda a, b: fail(a, 2), "CPU")
         self.calls(self.runner(source), 6)
         (found,) = causes.refused()
-        self.assertEqual((found.reason, found.operator), ("capture", "aten::mm.default"))
+        self.assertEqual((found.code, found.operator), ("capture", "aten::mm.default"))
         self.assertEqual(dict(split_off.failed()), {})
 
     def test_frame_that_is_compiled_again_is_no_refusal(self):
@@ -174,7 +174,7 @@ def region(args):
         run = self.runner(self.SOURCE)
         with mock.patch.object(split_off, "compile_again", return_value=True):
             self.calls(run)
-        self.assertEqual([r.reason for r in causes.refused()], ["operator"])
+        self.assertEqual([r.code for r in causes.refused()], ["operator"])
 
     def test_error_of_the_code_itself_is_no_operators(self):
         source = self.SOURCE.replace("return (", "check()\n    return (")
@@ -186,7 +186,7 @@ def region(args):
         STATE["device"] = None
         self.calls(self.runner(source, check=check), 6)
         (found,) = causes.refused()
-        self.assertEqual((found.reason, found.message), ("capture", "ValueError: no operator"))
+        self.assertEqual((found.code, found.message), ("capture", "ValueError: no operator"))
 
     @parametrize("before", [0, 1, 4])
     @parametrize("after", [0, 3])
@@ -226,13 +226,13 @@ def region(args):
     def test_operator_that_computes_in_memory_of_its_own(self):
         """A captured kernel reads it: nothing that the capture has placed is written."""
         failed, (found,) = self.differs("z = torch.ops.culprits.keeps.default(y)")
-        self.assertEqual((failed, found.reason), (["culprits::keeps.default"], "operator"))
+        self.assertEqual((failed, found.code), (["culprits::keeps.default"], "operator"))
         self.assertIn("culprits::keeps.default is called where a graph's first launch had other results", found.message)
         self.assertIn("launch on torch.cuda.current_stream()", found.message)
 
     def test_update_outside_of_a_capture_that_leaves_its_numbers_as_they_are(self):
         failed, (found,) = self.differs("torch.ops.culprits.rectifies.default(y); z = y * 2")
-        self.assertEqual((failed, found.reason), (["culprits::rectifies.default"], "operator"))
+        self.assertEqual((failed, found.code), (["culprits::rectifies.default"], "operator"))
 
     def test_operator_in_the_middle_is_split_off_first(self):
         """A region that isn't cut there is refused; otherwise its parts are compared."""
@@ -240,7 +240,7 @@ def region(args):
         STATE["device"] = None
         calls = [f"z = torch.ops.culprits.{name}.default({'z / 2' if i else 'y'})" for i, name in enumerate(names)]
         failed, (found,) = self.differs(*calls)
-        self.assertEqual((failed, found.reason), (["culprits::waits.default"], "operator"))
+        self.assertEqual((failed, found.code), (["culprits::waits.default"], "operator"))
 
     def test_operator_whose_last_bits_vary_has_a_graph(self):
         self.assertEqual(self.differs("z = torch.ops.culprits.varies.default(y)"), ([], []))
@@ -260,7 +260,7 @@ def region(args):
             causes._refused.clear()
             with mock.patch.object(self.device, "record", side_effect=failures):
                 self.calls(self.runner(self.SOURCE))
-            self.assertEqual([r.reason for r in causes.refused()], ["allocator"])
+            self.assertEqual([r.code for r in causes.refused()], ["allocator"])
 
     def refused_by_the_proof(self, node, source=SOURCE):
         STATE["device"] = None
@@ -273,7 +273,7 @@ def region(args):
         made = culprit.Culprit("culprits::waits.default", "f.py:3", "launches what it likes")
         with mock.patch.object(blame, "find_launcher", return_value=made):
             (found,) = self.refused_by_the_proof("1 (kernel)")
-        self.assertEqual((found.reason, found.operator, found.line), ("operator", made.operator, "f.py:3"))
+        self.assertEqual((found.code, found.operator, found.line), ("operator", made.operator, "f.py:3"))
         self.assertEqual(dict(split_off.failed()), {"culprits::waits.default": "launches what it likes"})
 
     def test_operator_that_made_a_node(self):
@@ -291,7 +291,7 @@ def region(args):
     @parametrize("node", ["0 (kernel)", "2 (kernel)", "17 (kernel)", "", "all"])
     def test_product_whose_kernel_the_proof_refuses_is_not_split_off(self, node):
         (found,) = self.refused_by_the_proof(node)
-        self.assertEqual((found.reason, found.operator, dict(split_off.failed())), ("foreign", "", {}))
+        self.assertEqual((found.code, found.operator, dict(split_off.failed())), ("foreign", "", {}))
 
     def test_errors_of_cuda_in_words(self):
         for number, (text, did) in culprit.ERRORS.items():

@@ -18,6 +18,7 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 import form
 from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
 from stand_ins.graph_api import FakeApi
+from torch_overlay import orders
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
@@ -382,7 +383,7 @@ class TestTidy(GraphTest):
     def test_transitive_reduction(self, drawn):
         size, pairs, names = drawn
         edges = {(names[u], names[v]) for u, v in pairs if u < v}
-        implied = edit.implied_edges({u: [v for x, v in edges if x == u] for u in range(size + 1)})
+        implied = orders.implied_edges({u: [v for x, v in edges if x == u] for u in range(size + 1)})
 
         def reach(edges):
             known = set(edges)

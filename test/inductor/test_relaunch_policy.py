@@ -34,6 +34,7 @@ from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase
 from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
 from torch_overlay._inductor.relaunch import causes, coverage, live, policy
+from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.cudagraphs import RelaunchPolicy
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -297,7 +298,7 @@ class Compiling(TestCase):
         return [graph.get("relaunch") or "tree" for graph in seen.cudagraphs], seen.wrappers
 
     def refused(self):
-        return [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in causes.refused()]
+        return [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
 
 
 class TestCompiled(Compiling):
@@ -433,12 +434,14 @@ class TestNeeds(Compiling):
         def model(inputs):
             return inputs
 
-        graph = SimpleNamespace() if ALONE else SimpleNamespace(relaunch_partitions=())
+        graph = SimpleNamespace()
+        if not ALONE:
+            CompiledNotes().put(graph)
         known = {"device_index": 0, "is_backward": False, "is_inference": is_inference}
         with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
             model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)
             made = POLICY.cudagraphify(model, [], [], **known)
-        self.assertEqual([r.reason for r in causes.refused()], ["policy-alone"] * (made is model))
+        self.assertEqual([r.code for r in causes.refused()], ["policy-alone"] * (made is model))
         return made is not model
 
     def test_seeds_of_attention(self):
@@ -519,7 +522,7 @@ class TestGpu(GpuTestCase):
         for _ in range(4):
             compiled(q).sum().backward()
             self.assertTrue(q.grad.isfinite().all())
-        self.assertEqual({r.reason for r in causes.refused()}, {"policy-alone"} if ALONE else set())
+        self.assertEqual({r.code for r in causes.refused()}, {"policy-alone"} if ALONE else set())
 
 
 @form.overlay_only

@@ -114,4 +114,4 @@ class TestWithoutTheCModule(RelaunchTestCase):
         for _ in range(3):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        self.assertEqual([each.reason for each in causes.refused()], ["c-module"])
+        self.assertEqual([each.code for each in causes.refused()], ["c-module"])

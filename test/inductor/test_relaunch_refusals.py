@@ -23,7 +23,7 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
 from torch_overlay._inductor.relaunch.causes import Code
-from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
+from torch_overlay._inductor.relaunch.notes import CompiledNotes, Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Unprovable
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -37,7 +37,7 @@ class RefusalTestCase(TestCase):
 
     def refused(self):
         """(reason, name of the code) of each; the counter agrees."""
-        found = [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in causes.refused()]
+        found = [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
         self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), causes.refusals())
         return found
 
@@ -95,7 +95,7 @@ class TestOfInductor(RefusalTestCase):
     @pytest.mark.each_hook
     def test_cpp_wrapper(self):
         self.assertEqual(self.compiled(torch.sin, cpp_wrapper=True), [])
-        self.assertEqual([r.reason for r in causes.refused()], ["cpp-wrapper"])
+        self.assertEqual([r.code for r in causes.refused()], ["cpp-wrapper"])
 
     def test_all_is_split_off(self):
         made = self.compiled(lambda x: x.nonzero())
@@ -106,7 +106,7 @@ class TestOfInductor(RefusalTestCase):
     def test_all_is_split_off_for_no_known_reason(self):
         """Note [Nobody is left without a graph or a reason]. Operations on streams alone are nothing to launch."""
         rows = (("split-streams", False), ("split-collective", True))
-        streams, other = (SplitOff(code, "why", "", "", launches) for code, launches in rows)
+        streams, other = (SplitOff.of(code, "why", kernels=launches) for code, launches in rows)
         cases = {(): "split", (other,): "split", (streams,): None, (streams, other): "split"}
         for reasons, expected in cases.items():
             compiled = SimpleNamespace(
@@ -115,8 +115,8 @@ class TestOfInductor(RefusalTestCase):
                 disabled_cudagraphs_reason=None,
                 cudagraph_info=None,
                 partition_maps=[],
-                relaunch_partitions=Partitions((), reasons).plain(),
             )
+            CompiledNotes(partitions=Partitions((), reasons)).put(compiled)
             found = policy.why_not(compiled)
             self.assertEqual(found and found[0], expected)
             if not reasons:
@@ -173,7 +173,7 @@ class TestOfCalls(RefusalTestCase):
             x = torch.randn(4)
             self.assertEqual(run([x, n])[0], x * n)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 0)
-        self.assertEqual([r.reason for r in causes.refused()], ["first-calls"])
+        self.assertEqual([r.code for r in causes.refused()], ["first-calls"])
         self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], 1)
 
     def test_after_a_reset_the_second_call_is_one_again(self):
@@ -192,7 +192,7 @@ class TestOfCalls(RefusalTestCase):
         with mock.patch.object(threading, "get_ident", lambda: next(identities)):
             for _ in range(6):
                 run([torch.randn(4), 2])
-        self.assertEqual([r.reason for r in causes.refused()], ["first-calls"])
+        self.assertEqual([r.code for r in causes.refused()], ["first-calls"])
 
     def test_graphs_for_sizes_that_come_again_are_no_refusal(self):
         run = self.runner("x * n", bound=2)
@@ -211,7 +211,7 @@ class TestOfCalls(RefusalTestCase):
         run = self.runner("x * n if n else torch.ops._c10d_functional.all_reduce(x, 'sum', '0')")
         for _ in range(3):
             run([torch.randn(4), 2])
-        self.assertEqual([r.reason for r in causes.refused()], ["collective"])
+        self.assertEqual([r.code for r in causes.refused()], ["collective"])
         self.assertIn("it contains collectives (_c10d_functional)", causes.refusals()[0])
 
     def test_collective_inside_an_operator(self):

@@ -139,7 +139,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.device.kept = [512]
         for place in (host, torch.tensor, host, torch.tensor):
             self.call(run, place)
-        self.assertEqual([r.reason for r in causes.refused()], ["kept"])
+        self.assertEqual([r.code for r in causes.refused()], ["kept"])
 
     def test_other_keys_have_other_graphs(self):
         run = self.region()

@@ -16,6 +16,7 @@ from plan_closure import at_exit, foreign_uses, happens_before, missing, planned
 
 import form
 from token_text import token as token_of, tokens as tokens_of
+from torch_overlay import table
 from torch_overlay._functorch.streams import tokens as tokens_module
 from torch_overlay._inductor.streams import plan as plan_module, planner
 from torch_overlay._inductor.streams.plan import Buffer, ENTRY, HOST, Op
@@ -98,7 +99,8 @@ class TestStreamPlannerProperties(unittest.TestCase):
 
         pure = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
         self.assertEqual(imported(planner) - pure, {plan_module.__name__, tokens_module.__name__})
-        self.assertEqual(imported(plan_module) - pure, {tokens_module.__name__})
+        self.assertEqual(imported(plan_module) - pure, {tokens_module.__name__, table.__name__})
+        self.assertEqual(imported(table) - pure, set())
         self.assertEqual(imported(tokens_module) - pure, set())
 
 

@@ -31,13 +31,14 @@ from stand_ins import relaunch_driver
 from torch_overlay._inductor.relaunch import compiled_region
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
-from torch_overlay._inductor.relaunch.graph.concurrency import only_order, relaxed
+from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import ByNode, emptied
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay.orders import only_order
 
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ REFUSES = """
     from torch_overlay._inductor.relaunch.causes import Code, refuse, Refused
 
     code = Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
-    refuse(Refused(code, "node-kind", "a library launched a CUDA graph of its own"))
+    refuse(Refused.of("node-kind", "a library launched a CUDA graph of its own", region=code))
 """
 
 

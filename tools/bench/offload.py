@@ -402,10 +402,7 @@ def table(results: list[dict[str, Any]], cut: float) -> bool:
             notes.append(f"{name}: a graph was made anew {r['rebuilds']} times")
         if (oom := oom_of(r)) is not None:
             notes.append(f"{name}: {oom}")
-    widths = [max(len(row[c]) for row in rows) for c in range(len(header))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print(*notes, sep="\n")
+    print(*streams.aligned(rows), *notes, sep="\n")
     return passed
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.streams.plan import HOST
+from torch_overlay.table import aligned
 
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class Screen:
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [cells for row in (columns, *rows) for cells in _cells(row, len(columns))]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join([title, *("  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines)])
+    return "\n".join([title, *aligned(lines)])
 
 
 def _cells(row: Sequence[str], columns: int) -> list[list[str]]:

@@ -34,6 +34,7 @@ from torch_overlay._cli import program
 from torch_overlay._inductor.relaunch import causes, coverage
 from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
+from torch_overlay.table import aligned
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._text import innermost_frame
 
@@ -151,7 +152,7 @@ class Report:
             self._heading("Timeline")
             self._line("\n".join([str(self._timeline), *(f"wrote {name}" for name in self._written)]))
         if refused:
-            rows = [(r.code.name, r.reason, r.message, r.line or r.code.source, r.remedy) for r in refused]
+            rows = [(r.region.name, r.code, r.message, r.line or r.region.source, r.remedy) for r in refused]
             self._table("Regions without a CUDA graph", ("region", "code", "what it is", "line", "what to do"), rows)
         if graphs.functions:
             self._heading("CUDA graphs")
@@ -269,10 +270,7 @@ class Report:
 
     def _table(self, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         if self._console is None:
-            widths = [max(len(r[i]) for r in [columns, *rows]) for i in range(len(columns))]
-            print(title)
-            for row in [columns, *rows]:
-                print("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())
+            print("\n  ".join([title, *aligned([columns, *rows])]))
             return
         from rich.table import Table
         from rich.text import Text

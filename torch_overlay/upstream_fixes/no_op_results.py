@@ -30,6 +30,7 @@ from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._stream_handling import handles_streams
+from torch_overlay.orders import reached
 from torch_overlay.upstream_fixes.results_in_inputs import may_lie_in_written_input
 
 
@@ -152,12 +153,7 @@ class NoOpPass:
 
     def _readers(self, owner: Node, users: Callable[[Node], Iterable[Node]]) -> set[Node]:
         """Return the remaining operations that read a value, or a view or a removed copy of it."""
-        found: set[Node] = set()
-        todo = [owner]
-        while todo:
-            new = set(users(todo.pop())) - found
-            todo += [n for n in new if n not in self._left or is_view(n)]
-            found |= new
+        found = reached(users(owner), lambda n: users(n) if n not in self._left or is_view(n) else ())
         return {n for n in found if n in self._left and n.op == "call_function" and not is_view(n)}
 
 

@@ -74,8 +74,9 @@ from torch_overlay._functorch.streams.fx import (
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager
-from torch_overlay._functorch.streams.saved_values import place_saved, record_saved_gradients
+from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
+from torch_overlay.orders import reached
 
 
 if TYPE_CHECKING:
@@ -198,9 +199,9 @@ def place_parts(
     backward.recompile()
     context = torch._guards.TracingContext.try_get()
     if context is not None:
-        output = next(iter(forward.graph.find_nodes(op="output")))
-        names = [v.name if isinstance(v, torch.fx.Node) else "" for v in output.args[0]]  # type: ignore[union-attr]
-        context.stream_saved = names, backward.graph  # type: ignore[attr-defined]
+        results: Any = forward.graph.output_node().args[0]
+        names = [value.name if isinstance(value, torch.fx.Node) else "" for value in results]
+        ContextNotes(names, backward.graph).put(context)
 
 
 def mark_backward(graph: Graph) -> None:
@@ -270,12 +271,7 @@ def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node
             if user in chain:
                 found |= launched.get(user, set())
                 todo += () if user in launched else (user,)
-    sums = list(found)
-    while sums:
-        added = {user for user in sums.pop().users if user.meta.get("is_gradient_acc")} - found
-        found |= added
-        sums += added
-    return found
+    return reached(found, lambda node: (user for user in node.users if user.meta.get("is_gradient_acc")))
 
 
 def _is_of_autograd_node(node: Node) -> bool:

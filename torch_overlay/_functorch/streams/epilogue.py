@@ -1,10 +1,7 @@
 """Notes what the epilogue has to know of a graph's streams: the code of AOTAutograd that runs after the graph's.
 
 The epilogue copies the new values of inputs into them where autograd has to see the updates, and makes results anew
-that are views. The notes are in the metadata of the forward (`ViewAndMutationMeta`), which caches keep:
-
-- `stream_promises`: what must come after these copies (`promises_of`);
-- `output_view_streams`: for each result, the streams on which it is viewed (`autograd_nodes.made_on`).
+that are views.
 
 Places the copies that AOTAutograd makes of inputs which the program updates in place.
 
@@ -35,9 +32,12 @@ from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fac
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
+from torch_overlay.notes import Notes
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Graph, GraphModule, Node
 
 
@@ -108,6 +108,14 @@ class Promises:
                 stream.synchronize()
 
 
+@dataclass
+class EpilogueNotes(Notes):
+    """Notes on the metadata of a forward (`ViewAndMutationMeta`), which caches keep."""
+
+    promises: Promises | None = None  # what must come after the epilogue's copies
+    view_streams: Sequence[tuple[int, ...]] = ()  # for each result, on which it is viewed: `autograd_nodes.made_on`
+
+
 def promises_of(gm: GraphModule, count: int) -> Promises | None:
     """Return the promises of the first `count` outputs, which the epilogue writes back; None if there are none."""
     outputs: Any = gm.graph.output_node().args[0]
@@ -146,9 +154,9 @@ def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:
         _note_dropped_outputs(gm, fw_metadata)
         streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, views[copied:])]
         if any(streams):
-            fw_metadata.output_view_streams = streams
-    if copied:
-        fw_metadata.stream_promises = promises_of(gm, copied)
+            EpilogueNotes.of(fw_metadata).view_streams = streams
+    if copied and (promises := promises_of(gm, copied)) is not None:
+        EpilogueNotes.of(fw_metadata).promises = promises
 
 
 def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:

@@ -15,7 +15,7 @@ from torch_overlay._functorch.offload.hooks import offload_saved
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, keep_unsaved, prepare_parts
 from torch_overlay._functorch.streams.duplicates import merge_duplicates
-from torch_overlay._functorch.streams.epilogue import note_epilogue
+from torch_overlay._functorch.streams.epilogue import EpilogueNotes, note_epilogue
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.placement import place_streams
 from torch_overlay._functorch.streams.saved_values import may_be_donated
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.fx import Graph, GraphModule, Node
-
-    from torch_overlay._functorch.streams.epilogue import Promises
 
 
 def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
@@ -67,8 +65,8 @@ def create_runtime_wrapper(
 ) -> Callable[..., Any]:
     """Keep the promises of updates that the epilogue writes back, after the epilogue."""
     wrapper = original(compiled_fn, runtime_metadata=runtime_metadata, **kwargs)
-    promises: Promises | None = getattr(runtime_metadata, "stream_promises", None)
-    if promises is None:
+    notes = EpilogueNotes.find(runtime_metadata)
+    if notes is None or (promises := notes.promises) is None:
         return wrapper
 
     @functools.wraps(wrapper)
@@ -92,8 +90,9 @@ class _PlacedViews:
 
 def make_output_handler(original: Callable[..., Any], info: Any, runtime_metadata: Any, *args: Any) -> Any:
     handler = original(info, runtime_metadata, *args)
-    streams = getattr(runtime_metadata, "output_view_streams", ())
-    of_this = next((of for other, of in zip(runtime_metadata.output_info, streams) if other is info), ())
+    notes = EpilogueNotes.find(runtime_metadata)
+    of_all = zip(runtime_metadata.output_info, notes.view_streams if notes is not None else ())
+    of_this = next((of for other, of in of_all if other is info), ())
     if of_this and hasattr(handler, "view_meta_sequence"):
         handler.view_meta_sequence = _PlacedViews(of_this, handler.view_meta_sequence)
     return handler

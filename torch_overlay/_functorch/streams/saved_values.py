@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -15,12 +16,25 @@ from torch_overlay._functorch.streams.facts import add_after, add_before, fact_o
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
+from torch_overlay.notes import Notes
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.fx import Graph, Node
+
+
+@dataclass
+class ContextNotes(Notes):
+    """Notes on the compilation of a program with streams (`TracingContext`)."""
+
+    results: Sequence[str]  # names of what the forward returns
+    backward: Graph  # the graph of its backward
+
+    @classmethod
+    def current(cls) -> ContextNotes | None:
+        return cls.find(torch._guards.TracingContext.try_get())
 
 
 def memory_writer(node: Node) -> Node:

@@ -29,8 +29,8 @@ from torch_overlay._functorch.offload.copy_placement import (
 from torch_overlay._functorch.offload.kernel_times import known_us
 from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.offload.codegen import is_copy, is_load, is_store
-from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import device_us, user_stream
 
 
@@ -265,6 +265,6 @@ def place_copies(scheduler: Any, at_once: bool) -> None:
     """Place the copies at the last moment at which the schedule may change."""
     if any(is_copy(n) for n in scheduler.nodes):
         schedule = Schedule(scheduler, at_once)
-        scheduler.nodes, notes_of(scheduler).awaited_stores = schedule.place()
+        scheduler.nodes, ScheduleNotes.of(scheduler).awaited_stores = schedule.place()
         log.publish(log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
-        notes_of(scheduler).slabs = slabs_of(scheduler)
+        ScheduleNotes.of(scheduler).slabs = slabs_of(scheduler)

@@ -15,8 +15,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.causes import CAUSES, refused as all_refused
+from torch_overlay._inductor.relaunch.causes import Cause, CAUSES, refused as all_refused
 from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
+from torch_overlay.table import aligned
 
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class CompiledCode:
         self.code, self.partitions, self.number = code, partitions, _made
         self.rewrites, self.residents = tuple(rewrites), residents
         self.runners: list[tuple[int, weakref.ref[Runner]]] = []  # with the number of the partition
-        self.without: tuple[str, str] | None = None  # code and text of the reason for no graph at all
+        self.without: Cause | None = None  # why there is no graph at all
         self.calls = 0  # of code without a graph
         live.add(self)
         listen()
@@ -64,9 +65,9 @@ class CompiledCode:
         runner.compiled = self
         self.runners.append((number, weakref.ref(runner)))
 
-    def without_graph(self, model: Callable[[list[Any]], Any], reason: str, message: str) -> Callable[[list[Any]], Any]:
+    def without_graph(self, model: Callable[[list[Any]], Any], why: Cause) -> Callable[[list[Any]], Any]:
         """Return the function that runs code without a graph, and counts its calls."""
-        self.without = reason, message
+        self.without = why
 
         def run(inputs: list[Any]) -> Any:
             self.calls += 1
@@ -84,16 +85,11 @@ def forget() -> None:
 
 
 @dataclass(frozen=True)
-class Outside:
-    """Work outside of graphs with one cause. `kernels` are launches: kernels of generated code times calls."""
+class Outside(Cause):
+    """Work outside of graphs with one cause."""
 
-    code: str
-    operator: str
-    line: str
-    message: str
-    remedy: str
     calls: int
-    kernels: int
+    kernels: int  # launches: kernels of generated code times calls
 
     @property
     def cause(self) -> tuple[str, str, str, str]:
@@ -228,7 +224,7 @@ class Coverage:
                 rows.append((function.name, "no region has a graph", str(function.calls), "0", *[""] * 5))
         lines = [self.summary()]
         if len(rows) > 1:
-            lines += ["", *_columns(rows)]
+            lines += ["", *aligned(rows)]
         for each in sorted(self.outside, key=lambda each: -each.kernels):
             lines += ["", f"[{each.code}] {each.message} (calls: {each.calls}, launches: {each.kernels})"]
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
@@ -247,11 +243,6 @@ def _rewritten(function: Function) -> list[str]:
     copied = f", copied to the device {function.copies} times in {function.calls} calls" if function.copies else ""
     lines = [f"[rewritten] {function.name}{copied}"]
     return lines + [f"    {kind} at {line}" if line else f"    {kind}" for kind, line in function.rewrites]
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def _difference(after: Function, before: Function | None) -> Function:
@@ -280,9 +271,9 @@ def coverage() -> Coverage:
     functions = [_function(compiled) for compiled in sorted(live, key=lambda compiled: compiled.number)]
     breaks = Counter({_one_line(reason): count for reason, count in counters["graph_break"].items()})
     refused = [
-        Outside(r.reason, r.operator, r.line or r.code.source, r.message, r.remedy, 0, 0)
-        for r in all_refused()[_forgotten:]
-        if r.reason == "cpp-wrapper"  # Inductor turns graphs off before it compiles
+        _outside(why, why.region.source, 0, 0)
+        for why in all_refused()[_forgotten:]
+        if why.code == "cpp-wrapper"  # Inductor turns graphs off before it compiles
     ]
     return Coverage(tuple(functions), tuple(refused), tuple(breaks.most_common()))
 
@@ -307,15 +298,10 @@ def _function(compiled: CompiledCode) -> Function:
         region = _region(runner, kernels[number] if number < len(kernels) else 0)
         regions.append(region)
         calls = max(calls, region.calls)
-        outside += _outside(runner, region.kernels)
-    if compiled.without is not None and compiled.without[0] != "split":  # its parts are listed below
-        code, message = compiled.without
-        number = sum(kernels) * calls
-        outside.append(Outside(code, "", compiled.code.source, message, CAUSES[code].remedy, calls, number))
-    for row in compiled.partitions.split_off:
-        launches, remedy = row.kernels * calls, CAUSES[row.code].remedy
-        line = row.line or compiled.code.source
-        outside.append(Outside(row.code, row.operator, line, row.reason, remedy, calls, launches))
+        outside += _without_graph(runner, region.kernels)
+    if compiled.without is not None and compiled.without.code != "split":  # its parts are listed below
+        outside.append(_outside(compiled.without, compiled.code.source, calls, sum(kernels)))
+    outside += [_outside(row, compiled.code.source, calls, row.kernels) for row in compiled.partitions.split_off]
     name = f"{compiled.code.name} #{compiled.number}"
     copies = compiled.residents.copies if compiled.residents is not None else 0
     causes = tuple(_merged(outside))
@@ -351,12 +337,16 @@ def _region(runner: Runner, kernels: int) -> Region:
     )
 
 
-def _outside(runner: Runner, kernels: int) -> list[Outside]:
+def _outside(why: Cause, source: str, calls: int, kernels: int) -> Outside:
+    """Return the work that a cause keeps outside. `source`: its line, if the cause has none; `kernels`: of one call."""
+    return Outside(why.code, why.operator, why.line or source, why.message, why.remedy, calls, kernels * calls)
+
+
+def _without_graph(runner: Runner, kernels: int) -> list[Outside]:
     found = []
     for code, count in runner.outside.items():
-        refused = runner.refusals.get(code)
-        message = refused.message if refused is not None else CAUSES[code].title
-        operator, line = (refused.operator, refused.line) if refused is not None else ("", "")
-        remedy = CAUSES["first-calls" if code == "warm-up" and count > 1 else code].remedy
-        found.append(Outside(code, operator, line or runner.code.source, message, remedy, count, kernels * count))
+        why: Cause = runner.refusals.get(code) or Cause.of(code)
+        if code == "warm-up" and count > 1:
+            why = dataclasses.replace(why, remedy=CAUSES["first-calls"].remedy)
+        found.append(_outside(why, runner.code.source, count, kernels))
     return found

@@ -43,7 +43,7 @@ def describe(
         saved_outputs=_saved(graph, partition, len(stack_traces)) if kind == "forward" else frozenset(),
         is_backward=is_backward,
         source=_first_kernel(graph, partition or 0) or _first_line(placeholders, stack_traces),
-        compile_id=_compile_id() if notes.are_there(graph) else None,
+        compile_id=None if notes.CompiledNotes.find(graph) is None else _compile_id(),
         numbers=frozenset(notes.numbers_of(graph, partition)),
     )
 
@@ -74,7 +74,7 @@ def describe_partition(
 
 
 def _first_kernel(graph: Any, number: int) -> str:
-    graphs = notes.partitions_of(graph).graphs
+    graphs = notes.CompiledNotes.of(graph).partitions.graphs
     return graphs[number][1] if number < len(graphs) else ""
 
 

@@ -26,9 +26,9 @@ from torch_overlay._inductor.relaunch.policy import (
     RelaunchPolicy,
     wrapping,
 )
-from torch_overlay._inductor.relaunch.rewrites.graph import current, move_numbers
+from torch_overlay._inductor.relaunch.rewrites.graph import move_numbers
 from torch_overlay._inductor.relaunch.rewrites.resident import is_wanted, residing, rewritten
-from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
+from torch_overlay._inductor.streams.saved_memory import settle_owners
 
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def post_compile(
         original(compiled, example_inputs, constants, graph_kwargs)
         if inductor_config.cudagraph_policy is RELAUNCH:
             RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
-    settle_owners(getattr(compiled, "_overlay_owners", ()))
+    settle_owners(notes.CompiledNotes.of(compiled).owners)
     if config.nvtx is True:
         compiled.current_callable = profiler_ranges.within(describe_whole(compiled).name, compiled.current_callable)
 
@@ -133,8 +133,6 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
     given = dict(zip(("current_callable", "graph", "gm"), args)) | kwargs
     original(compiled, *args, **kwargs)
     notes.note(compiled, given["graph"], given["gm"])
-    compiled.relaunch_rewrites = current().plain()
-    compiled._overlay_owners = owners_of(given["graph"])
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
 
 

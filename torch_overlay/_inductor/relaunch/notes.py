@@ -1,20 +1,21 @@
-"""Notes what only the FX graph says of compiled code, for the code's description (`describe`). The FX graph is not
-available later, when the code is taken from a cache: the notes are pickled with it.
-
-Notes what Inductor splits off from CUDA graphs, and why: the notes are pickled with the compiled code.
+"""Notes on compiled code: what only its FX graph says, and what Inductor splits off from CUDA graphs, and why. The FX
+graph is not available later, when the code is taken from a cache: the notes are pickled with it.
 """
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
+from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.relaunch import attention_seeds, split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
-from torch_overlay._inductor.relaunch.causes import COMMUNICATION, of_partition
+from torch_overlay._inductor.relaunch.causes import Cause, COMMUNICATION, of_partition
+from torch_overlay._inductor.relaunch.rewrites.graph import current, Resident, Rewrite, Rewrites
 from torch_overlay._inductor.user_lines import source_line, trace_near
 
 
@@ -28,13 +29,10 @@ LAUNCH_NOTHING = ("split-streams", "split-zeros")
 SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
 
 
-class SplitOff(NamedTuple):
-    """What one operation between graphs is, and why it is there."""
+@dataclass(frozen=True)
+class SplitOff(Cause):
+    """Why one operation is between graphs."""
 
-    code: str  # of `causes`
-    reason: str
-    operator: str
-    line: str
     kernels: int
 
 
@@ -46,18 +44,44 @@ class Partitions(NamedTuple):
     graphs: tuple[tuple[int, str, tuple[str, ...]], ...] = ()
     split_off: tuple[SplitOff, ...] = ()
 
-    def plain(self) -> tuple[Any, ...]:
-        """Return it without types, for the cache: a pickle of these doesn't depend on where this module is."""
-        return self.graphs, tuple(map(tuple, self.split_off))
 
-    @staticmethod
-    def read(plain: tuple[Any, ...]) -> Partitions:
-        return Partitions(tuple(plain[0]), tuple(SplitOff(*row) for row in plain[1])) if plain else Partitions()
+class CompiledNotes(NamedTuple):
+    """Notes on compiled code (`CompiledFxGraph`)."""
+
+    visible_outputs: tuple[int, ...] | None = None  # positions of the outputs that the user sees, if that is known
+    partitions: Partitions = Partitions()
+    # Positions of the inputs that are numbers on which no size depends: of the code, then of each partition.
+    numbers: tuple[tuple[int, ...], ...] = ((),)
+    rewrites: Rewrites = Rewrites()  # of the FX graph, before it was compiled
+    owners: tuple[int | None, ...] = ()  # for each result, the stream whose memory it is: `streams.saved_memory`
+
+    def put(self, compiled: Any) -> None:
+        """Put them on the code, without types: what a cache has of it can be read where our modules are not."""
+        compiled.overlay_notes = _plain(self)
+
+    @classmethod
+    def find(cls, compiled: Any) -> CompiledNotes | None:
+        """Return the notes; None for code that was compiled without them."""
+        if (plain := getattr(compiled, "overlay_notes", None)) is None:
+            return None
+        visible, (graphs, split_off), numbers, (made, resident), owners = plain
+        partitions = Partitions(graphs, tuple(SplitOff(*row) for row in split_off))
+        rewrites = Rewrites(tuple(Rewrite(*row) for row in made), tuple(Resident(*row) for row in resident))
+        return cls(visible, partitions, numbers, rewrites, owners)
+
+    @classmethod
+    def of(cls, compiled: Any) -> CompiledNotes:
+        return cls.find(compiled) or cls()
+
+
+def _plain(value: Any) -> Any:
+    value = astuple(value) if isinstance(value, SplitOff) else value
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def graph_partitions(graph: Any) -> Partitions:
     """Return the notes of a graph that Inductor has generated code for."""
-    found = getattr(graph, "relaunch_partitions", None)
+    found = GraphNotes.of(graph).partitions
     if found is None:  # it isn't partitioned
         scheduler = getattr(graph, "scheduler", None)
         found = Partitions() if scheduler is None else Partitions(((*_counted(scheduler.nodes), ()),))
@@ -72,7 +96,7 @@ def note_partitions(graph: Any, scheduler: Any, partitions: Sequence[Any], signa
             rows += [_why(scheduler, node) for node in partition if _launches(node)]
         else:
             counted.append((*_counted(partition), tuple(symbol.name for symbol in signature.symbol_inputs)))
-    graph.relaunch_partitions = Partitions(tuple(counted), tuple(rows))
+    GraphNotes.of(graph).partitions = Partitions(tuple(counted), tuple(rows))
 
 
 def _counted(nodes: Sequence[Any]) -> tuple[int, str]:
@@ -111,7 +135,7 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
             code, reason = "split-collective", f"a collective: {operator}"
     if operator and operator not in reason:
         reason = f"{reason} ({overload})"
-    return SplitOff(code, reason, operator, _line_of(node), kernels=code not in LAUNCH_NOTHING)
+    return SplitOff.of(code, reason, operator=operator, line=_line_of(node), kernels=code not in LAUNCH_NOTHING)
 
 
 def _line_of(node: Any) -> str:
@@ -154,27 +178,16 @@ def give_back_graphs(graph: Any) -> None:
 
 
 def note(compiled: Any, graph: Any, gm: Any) -> None:
-    """Note of compiled code which outputs the user sees, what was split off, and which numbers no size depends on.
-    `graph`: Inductor's graph, whose code is generated; `gm`: the FX graph that it was lowered from."""
-    (output,) = gm.graph.find_nodes(op="output")
-    compiled.relaunch_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
+    """Put the notes on compiled code. `graph`: Inductor's graph, whose code is generated; `gm`: the FX graph that it
+    was lowered from."""
+    visible = tuple(gm.graph.output_node().meta.get("user_visible_output_idxs", ()))
     found = graph_partitions(graph)
-    compiled.relaunch_partitions = found.plain()
-    compiled.relaunch_numbers = free_numbers(gm, found)
-
-
-def are_there(compiled: Any) -> bool:
-    """True if code was noted when it was compiled."""
-    return hasattr(compiled, "relaunch_partitions")
-
-
-def partitions_of(compiled: Any) -> Partitions:
-    return Partitions.read(getattr(compiled, "relaunch_partitions", ()))
+    CompiledNotes(visible, found, free_numbers(gm, found), current(), GraphNotes.of(graph).owners).put(compiled)
 
 
 def numbers_of(compiled: Any, partition: int | None) -> tuple[int, ...]:
     """Return the positions of the numbers that no size depends on, of the code or of one partition."""
-    whole, *others = getattr(compiled, "relaunch_numbers", ((),))
+    whole, *others = CompiledNotes.of(compiled).numbers
     if partition is None:
         return whole
     return others[partition] if partition < len(others) else ()
@@ -183,7 +196,7 @@ def numbers_of(compiled: Any, partition: int | None) -> tuple[int, ...]:
 def first_saved(compiled: Any) -> int | None:
     """Return the number of a forward's first output that is saved for the backward; None if it isn't known. Without
     notes, AOTAutograd knows it while it compiles, not when the code comes from its cache."""
-    visible = getattr(compiled, "relaunch_visible_outputs", None)
+    visible = CompiledNotes.of(compiled).visible_outputs
     if visible is not None:
         return max(visible) + 1 if visible else None
     context = torch._guards.TracingContext.try_get()

@@ -54,7 +54,7 @@ from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
 from torch_overlay._inductor.relaunch.capture.recording import exchanges
-from torch_overlay._inductor.relaunch.causes import Cause, CAUSES, Code, refuse, Refused
+from torch_overlay._inductor.relaunch.causes import CAUSES, Code, Kind, refuse, Refused
 from torch_overlay._inductor.relaunch.describe import compiled_frame, describe, describe_partition, describe_whole
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 
@@ -70,7 +70,7 @@ SPLIT_ATTENTION = (
     "attention is split off by torch._inductor.config.custom_should_partition_ops = "
     '["aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward"]'
 )
-CAUSES["policy-alone"] = Cause(
+CAUSES["policy-alone"] = Kind(
     "the caller's streams, or memory-efficient attention in training, with a policy alone", SPLIT_ATTENTION
 )
 
@@ -100,12 +100,12 @@ class RelaunchPolicy(CUDAGraphPolicy):
         """Return False for code of which Inductor makes no graph, after a refusal that says why."""
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
         if _thread.rewrites is not None or is_asked(compiled_graph):
-            parts = notes.partitions_of(compiled_graph)
+            parts = notes.CompiledNotes.of(compiled_graph).partitions
             made, residents = _thread.rewrites or ((), None)
             record = coverage.CompiledCode(describe_whole(compiled_graph), parts, made, residents)
             if (found := why_not(compiled_graph)) is not None:
-                record.without = found
-                refuse(Refused(record.code, *found))
+                record.without = Refused.of(*found, region=record.code)
+                refuse(record.without)
         _thread.graph, _thread.record, _thread.is_wrapped = compiled_graph, record, False
         if compiled_graph.disabled_cudagraphs_reason:
             return True  # Inductor logs it, and turns its switch off
@@ -144,12 +144,12 @@ class RelaunchPolicy(CUDAGraphPolicy):
         if record is None:
             return output_code
         if record.without is None and not is_wrapped and _launches(graph):
-            record.without = "inductor", "Inductor disabled it for this code"
-            refuse(Refused(record.code, *record.without))
+            record.without = Refused.of("inductor", "Inductor disabled it for this code", region=record.code)
+            refuse(record.without)
         elif record.without is not None and "cudagraphs" in graph.fx_kwargs:
             graph.fx_kwargs["cudagraphs"].value = True
         if record.without is not None:
-            graph.current_callable = record.without_graph(graph.current_callable, *record.without)
+            graph.current_callable = record.without_graph(graph.current_callable, record.without)
         return output_code
 
 
@@ -220,10 +220,10 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
         advice = [advice for about, advice in ADVICE.items() if about in text]
         return "inductor", "; ".join([text, *advice])
     if _is_partitioned(compiled) and not compiled.partition_maps:
-        rows = notes.partitions_of(compiled).split_off
+        rows = notes.CompiledNotes.of(compiled).partitions.split_off
         if rows and not any(row.kernels for row in rows):
             return None
-        reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
+        reasons = "; ".join(dict.fromkeys(row.message for row in rows))
         message = f"all of it is split off: {reasons or 'Inductor does not say why'}"
         return "split", f"{message}. What stands between such operations in one function would get a graph"
     return None
@@ -242,7 +242,7 @@ def own_buffers(graph: Any) -> bool:
 def refuse_cpp_wrapper() -> None:
     """Report that code with a C++ wrapper gets no graph, since Inductor turns graphs off before there is any code."""
     message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
-    refuse(Refused(Code(compiled_frame(), device=0), "cpp-wrapper", message))
+    refuse(Refused.of("cpp-wrapper", message, region=Code(compiled_frame(), device=0)))
 
 
 def _launches(compiled: Any) -> bool:
@@ -265,8 +265,8 @@ def _wrap(
 
     record = _thread.record
     if (why := _is_alone(model, is_inference)) is not None:
-        found = "policy-alone", f"with a policy alone {why}"
-        refuse(Refused(code, *found))
+        found = Refused.of("policy-alone", f"with a policy alone {why}", region=code)
+        refuse(found)
         if record is not None:
             record.without = found
         return model
@@ -280,7 +280,7 @@ def _is_alone(model: Callable[..., Any], is_inference: bool) -> str | None:
     """Return what would go wrong in a graph of generated code, if it was compiled without notes, or if captures don't
     know of the caller's streams."""
     names = getattr(getattr(model, "__code__", None), "co_names", ())
-    is_noted = notes.are_there(_thread.graph)
+    is_noted = notes.CompiledNotes.find(_thread.graph) is not None
     if not STREAMS.isdisjoint(names) and not (is_noted and exchanges):
         return "work on streams of the caller's would not be captured"
     if not is_inference and not ATTENTION.isdisjoint(names) and not is_noted:

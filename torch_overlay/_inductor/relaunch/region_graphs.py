@@ -153,10 +153,10 @@ class RegionGraphs:
             message = f"{self.states.captures} captures for different sizes and numbers: no more are made"
             self.refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
 
-    def refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
+    def refuse(self, state: State | None, reason: str, message: str, **about: str) -> None:
         """Refuse: from now on, run the state's calls as compiled that its graph doesn't serve, if it has one for better
         aligned inputs. Without a state, only say so."""
-        found = self.refusals[reason] = causes.Refused(self.code, reason, message, operator, line)
+        found = self.refusals[reason] = causes.Refused.of(reason, message, **about, region=self.code)
         if state is not None:
             state.refused = reason
         causes.refuse(found)
@@ -181,19 +181,20 @@ class RegionGraphs:
             return
         state.failures += not failed.is_final
         if failed.is_final or state.failures == FAILURES:
-            self.refuse(state, failed.reason, str(failed), failed.operator, failed.line)
+            self.refuse(state, failed.reason, str(failed), operator=failed.operator, line=failed.line)
 
     def _blame(self, state: State, culprit: Culprit) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse."""
         split_off.remember(culprit.operator, culprit.did)
         message = f"{culprit.operator} {culprit.did}"
-        found = causes.Refused(self.code, "operator", message, culprit.operator, culprit.line)
+        about = {"operator": culprit.operator, "line": culprit.line}
         if culprit.operator not in self._known_to_fail and split_off.compile_again(self.code.compile_id):
+            found = causes.Refused.of("operator", message, **about, region=self.code)
             self.refusals["operator"], state.refused = found, "operator"
             where = f" ({culprit.line})" if culprit.line else ""
             causes.log.warning("%s%s; from the next call on it runs between two graphs", message, where)
         else:
-            self.refuse(state, "operator", message, culprit.operator, culprit.line)
+            self.refuse(state, "operator", message, **about)
 
 
 def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> bool:

@@ -30,6 +30,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM
+from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.scheduler_nodes import owner_of, stream_operation, viewed_by_call
 
 
@@ -127,7 +128,7 @@ class AlignedInputs:
         _assume_unaligned_views(emitter.scheduler, checked)
         self.written = {name for name, i in checked.items() if i in graph.mutated_input_idxs}
         if self.written:
-            graph._region_aligned_inputs = frozenset(checked[name] for name in self.written)
+            GraphNotes.of(graph).unchecked |= {checked[name] for name in self.written}
         self.due: list[str] = []  # inputs that the last node has written
         self.stream = 0  # stream of the last node
 
@@ -209,6 +210,5 @@ def left_to_runtime(graph: Any, inputs_to_check: Sequence[int]) -> Sequence[int]
     """Return those of the inputs whose alignment upstream checks that planned regions neither take over nor need
     aligned.
     """
-    names = ("_region_aligned_inputs", "_region_unaligned_inputs")
-    ours = frozenset().union(*(getattr(graph, name, ()) for name in names))
+    ours = GraphNotes.of(graph).unchecked
     return [i for i in inputs_to_check if i not in ours] if ours else inputs_to_check

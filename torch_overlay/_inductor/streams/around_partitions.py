@@ -21,7 +21,7 @@ from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
 from torch_overlay._functorch.streams.tokens import events_of, state, streams_of
 from torch_overlay._inductor.graph_results import results_are_callers
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, owner_of, stream_operation, user_stream
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
@@ -141,7 +141,7 @@ def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     for event, stream in enumerate(names, start=1):
         entry.append((record, f"ev{event}_outer", stream))
         entry.append((wait, f"ev{event}_outer", caller))
-    notes = notes_of(scheduler)
+    notes = ScheduleNotes.of(scheduler)
     notes.settled = frozenset()
     here = [s for s in streams if callers_device(s) is None]
     notes.known = {CALLERS_STREAM: frozenset(map(state, here)), **dict.fromkeys(here, frozenset())}
@@ -183,7 +183,7 @@ def _has_several_devices(scheduler: Scheduler) -> bool:
     which stands around the call of the partition, inside of the partition. The caller's device counts, too: its stream
     would be forked from and joined inside of a capture on the other device.
     """
-    notes = notes_of(scheduler)
+    notes = ScheduleNotes.of(scheduler)
     if notes.has_several_devices is None:
         devices = {d.index for n in scheduler.nodes if (d := n.get_device()) is not None and d.type != "cpu"}
         notes.has_several_devices = len(devices | {torch.accelerator.current_device_index()}) > 1

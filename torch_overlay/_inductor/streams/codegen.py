@@ -13,8 +13,8 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._inductor import kernel_places
+from torch_overlay._inductor.notes import active_region, WrapperNotes
 from torch_overlay._inductor.offload.codegen import is_copy
-from torch_overlay._inductor.schedule_notes import active_region
 from torch_overlay._inductor.scheduler_nodes import makes_lazy_zeros, stream_operation
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
@@ -120,7 +120,7 @@ def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> Non
 
 
 def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:
-    raw = getattr(wrapper, "_region_raw_stream", None)
+    raw = WrapperNotes.of(wrapper).raw_stream
     return original(wrapper, device_idx, graph_name) if raw is None else raw
 
 

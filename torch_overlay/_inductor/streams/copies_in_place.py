@@ -48,6 +48,7 @@ from torch_overlay._functorch.streams.fx import (
     updates_operands,
     viewed,
 )
+from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.streams import host_copies
 from torch_overlay._inductor.streams.host_copies import (
     COPY_ASYNC,
@@ -544,7 +545,7 @@ def assume_unaligned(graph: Any, names: set[str]) -> None:
     ours = frozenset(i for i in graph.inputs_to_check or () if inputs[i] in names)
     graph.unaligned_buffers.update(names)
     graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
-    graph._region_unaligned_inputs = ours
+    GraphNotes.of(graph).unchecked |= ours
 
 
 @dataclass(frozen=True)

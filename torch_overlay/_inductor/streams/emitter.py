@@ -26,7 +26,7 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.ids import callers_device, copy_device, is_copy_stream
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.graph_results import results_are_in_pool
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of
 from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.alignment import AlignedInputs
@@ -207,7 +207,7 @@ class RegionEmitter(RegionNames):
             self.wrapper.freed.add(name)
             self.wrapper.writeline(upstream.FreeLine(self.wrapper, buffer))
             return
-        if name in notes_of(self.scheduler).slabs:
+        if name in ScheduleNotes.of(self.scheduler).slabs:
             return
         at = self.plan.release.get(name, ENTRY)
         if at <= self.done:
@@ -221,7 +221,7 @@ class RegionEmitter(RegionNames):
         if node not in self.region.index or name in self.plan.release:
             return False
         # Another region may have allocated it on a side stream, as one of the outputs of an operator.
-        known = notes_of(self.scheduler).memory or {}
+        known = ScheduleNotes.of(self.scheduler).memory or {}
         kernel = kernel_of(V.graph.try_get_buffer(name))
         memory = {self.plan.memory.get(name), known.get(name), known.get(kernel or name, known.get(name))}
         return memory == {self.plan.ops[self.region.index[node]].stream}

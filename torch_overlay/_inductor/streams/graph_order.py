@@ -13,7 +13,6 @@ The dependencies are for the order only, as `graph_order` has it: nothing is rea
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from typing import Any, TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import NodeUser
 from torch._inductor.virtualized import V
 
+from torch_overlay import orders
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
@@ -75,7 +75,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     for node in nodes:
         if is_synchronization(node):
             awaited, barrier = node, node if is_device_synchronization(node) else barrier
-            earlier[node] = _all_before(node, after)
+            earlier[node] = orders.reached(after[node], after.__getitem__)
         elif awaited is not None and touches_host_memory(node) and not is_earlier(node, awaited):
             wanted[node].add(awaited)
         if barrier is not None and touches_callers_memory(node) and not is_earlier(node, barrier):
@@ -90,17 +90,6 @@ def order_graph(graph: torch.fx.Graph) -> None:
     if order != nodes:
         for node in order[:-1]:
             order[-1].prepend(node)
-
-
-def _all_before(last: torch.fx.Node, after: dict[torch.fx.Node, set[torch.fx.Node]]) -> set[torch.fx.Node]:
-    """Return all nodes that come before a node."""
-    found: set[torch.fx.Node] = set()
-    todo = [last]
-    while todo:
-        new = after[todo.pop()] - found
-        found |= new
-        todo += new
-    return found
 
 
 def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:
@@ -130,23 +119,7 @@ def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.
     """Return the nodes, each after those that it must come after, else in the order that they have; fewer nodes if that
     can't be.
     """
-    position = {node: i for i, node in enumerate(nodes)}
-    users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
-    missing = {node: len(inputs) for node, inputs in after.items()}
-    for node, inputs in after.items():
-        for needed in inputs:
-            users[needed].append(node)
-    ready = [position[node] for node in nodes if not missing[node]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        order.append(node)
-        for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, position[user])
-    return order
+    return orders.sort(orders.directly_after(nodes, ((needed, n) for n, inputs in after.items() for needed in inputs)))
 
 
 def touches_host_memory(node: torch.fx.Node) -> bool:
@@ -261,11 +234,7 @@ def _readers(scheduler: Any) -> dict[Any, set[Any]]:
 
 def _order_after(node: Any, earlier: list[Any], readers: dict[Any, set[Any]]) -> None:
     """Order `node` after each of `earlier`, except those that depend on `node`."""
-    dependents, todo = {node}, [node]
-    while todo:
-        new = readers[todo.pop()] - dependents
-        dependents |= new
-        todo += new
+    dependents = orders.reached([node], readers.__getitem__)
     for other in earlier:
         if other not in dependents and node not in readers[other]:
             made = other.get_outputs()[0]

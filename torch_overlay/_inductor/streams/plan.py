@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch_overlay.table import aligned
+
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -169,8 +171,7 @@ class Plan:
         for i, op in enumerate(self.ops):
             rows.append((str(i), label(op.stream), op.name, waits(i), records(i)))
         rows.append(("", "", "exit", waits(len(self.ops)), ""))
-        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines = aligned(rows)
         written = {name for op in self.ops for name in op.writes}
         written |= {b.name for b in self.buffers if not written.isdisjoint(b.views)}
         for name, position in sorted(self.release.items()):

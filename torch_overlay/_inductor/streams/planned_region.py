@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
 from torch_overlay._functorch.streams.tokens import state
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu, owner_of, stream_operation, user_stream
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, leaving, saved_on_streams
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
@@ -79,7 +79,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
             )
     local = {b.name for b in found}
     # Buffers that another region allocated on a side stream, unless a graph was launched for that region.
-    memory = notes_of(reader.scheduler).memory or {}
+    memory = ScheduleNotes.of(reader.scheduler).memory or {}
     elsewhere = {name: stream for name, stream in memory.items() if callers_device(stream) is None}
     touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
     for name in sorted(touched - local):
@@ -167,7 +167,7 @@ def needs_plan(scheduler: Scheduler) -> bool:
     program; if an input that the graph frees may be a side stream's memory; or if the host computes beside copies for
     which it doesn't wait.
     """
-    notes = notes_of(scheduler)
+    notes = ScheduleNotes.of(scheduler)
     known = notes.needs_plan
     if known is None:
         known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)

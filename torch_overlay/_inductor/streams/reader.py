@@ -33,7 +33,7 @@ from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_view
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state, streams_of
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import (
     fx_origins,
     is_gpu,
@@ -213,7 +213,7 @@ class RegionReader:
         returned = set(map(owner_of, _kept_outputs()))
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
-        self.order_after = notes_of(scheduler).awaited_stores
+        self.order_after = ScheduleNotes.of(scheduler).awaited_stores
         self.tokens = BoundaryTokens(scheduler, nodes, enclosed)
         self.reads_as_eager: dict[int, set[int]] = {}  # operation -> streams whose memory it reads as eager does
         self.kept_by_eager: dict[int, Counter[int]] = {}  # operation -> reads of memory that eager keeps, by stream

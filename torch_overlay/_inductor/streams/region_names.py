@@ -29,6 +29,7 @@ from torch_overlay._functorch.streams.ids import (
     is_copy_stream,
     written_index,
 )
+from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams.graph_facts import stream_devices
 
 
@@ -81,8 +82,8 @@ class RegionNames:
 
     def __init__(self, root: Any, region: Region) -> None:
         self.root, self.region, self.plan = root, region, region.plan
-        self.number: int = getattr(root, "stream_regions", 0)
-        root.stream_regions = self.number + 1
+        notes = WrapperNotes.of(root)
+        self.number, notes.regions = notes.regions, notes.regions + 1
         declare_runtime(root)
         self.suffix = f"_{self.number}" if self.number else ""
         self.streams: dict[int, None] = {}  # in use, in order of first use

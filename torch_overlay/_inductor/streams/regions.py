@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import owner_of
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region, Region
@@ -44,7 +44,7 @@ def planned(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterato
     _note_known(scheduler, known, region)
     emitter = RegionEmitter(scheduler, region)
     # A buffer that an earlier region allocated remains its stream's memory.
-    notes = notes_of(scheduler)
+    notes = ScheduleNotes.of(scheduler)
     notes.memory = {**region.plan.memory, **(notes.memory or {})}
     outer, notes.region = notes.region, emitter
     try:
@@ -68,7 +68,7 @@ def _known_at_entry(scheduler: Scheduler) -> Mapping[int, frozenset[Token]]:
     """Return the states of other streams that each stream has waited for when a region between or inside of partitions
     begins. A captured graph forks its side streams itself.
     """
-    known = notes_of(scheduler).known if V.graph.name is None else {}
+    known = ScheduleNotes.of(scheduler).known if V.graph.name is None else {}
     return {CALLERS_STREAM: known[CALLERS_STREAM]} if known and _is_partition() else known
 
 
@@ -79,7 +79,7 @@ def _note_known(scheduler: Scheduler, known: Mapping[int, frozenset[Token]], reg
     if known:
         ordered = frozenset() if _is_partition() else region.plan.after_caller
         joined = known[CALLERS_STREAM]
-        notes = notes_of(scheduler)
+        notes = ScheduleNotes.of(scheduler)
         notes.known = {
             s: joined if s == CALLERS_STREAM else joined | {CALLER} if s in ordered else frozenset()
             for s in notes.known
@@ -98,7 +98,7 @@ def place_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> list[Any]:
     """Note whose memory the workspaces of kernels are: their kernel's stream's. The plan doesn't know them, but memory
     planning reuses them like buffers. The semaphores that all kernels of a graph share are made once for each stream.
     """
-    notes = notes_of(scheduler)
+    notes = ScheduleNotes.of(scheduler)
     places: list[int | None] = [None]  # the innermost region last
     shared: dict[str, AllocateLine] = {}
     own: dict[tuple[str, int | None], str] = {}
@@ -131,5 +131,5 @@ def place_workspaces(scheduler: Scheduler, lines: Sequence[Any]) -> list[Any]:
 
 def stream_of_memory(scheduler: Scheduler, name: str) -> int | None:
     """Return the stream whose memory a buffer lives in; None before a region is planned."""
-    memory = notes_of(scheduler).memory
+    memory = ScheduleNotes.of(scheduler).memory
     return None if memory is None else memory.get(owner_of(name), CALLERS_STREAM)

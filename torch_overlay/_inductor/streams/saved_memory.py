@@ -25,14 +25,14 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo import compiled_autograd
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._functorch.streams.saved_values import ContextNotes
+from torch_overlay._inductor.notes import GraphNotes, ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import owner_of
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results
 
@@ -46,35 +46,30 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.streams.planned_region import Region
 
 
-def _saved() -> Any:
-    """Return the names of what the forward returns, and the graph of its backward, while they are compiled."""
-    return getattr(torch._guards.TracingContext.try_get(), "stream_saved", None)
-
-
 def note_owners(plan: Plan) -> None:
     """Note the stream whose memory each result of the forward that is being generated is, where it is the same at every
     call: that which the result was placed on, or the caller's stream, into which its branch was folded.
     """
-    if _saved() is None or V.graph.is_backward or V.graph.name is not None or inductor_config.triton.cudagraphs:
+    if (
+        ContextNotes.current() is None
+        or V.graph.is_backward
+        or V.graph.name is not None
+        or inductor_config.triton.cudagraphs
+    ):
         return
     graph: Any = V.graph
     names = [output.maybe_get_name() for output in graph.graph_outputs]
-    graph.stream_owners = tuple([None if name is None else plan.memory.get(owner_of(name)) for name in names])
-
-
-def owners_of(graph: Any) -> tuple[int | None, ...]:
-    """Return what was noted for a graph that code was generated for, for the cache; empty if nothing was."""
-    return getattr(graph, "stream_owners", ())
+    owners = [None if name is None else plan.memory.get(owner_of(name)) for name in names]
+    GraphNotes.of(graph).owners = tuple(owners)
 
 
 def settle_owners(owners: Sequence[int | None]) -> None:
     """Note on the inputs of the backward that is to be compiled whose memory they are, as its forward returns them."""
-    known = _saved()
-    if known is None or len(known[0]) != len(owners):
+    known = ContextNotes.current()
+    if known is None or len(known.results) != len(owners):
         return  # hooks on saved tensors changed what the forward returns
-    names, backward = known
-    made = dict(zip(names, owners))  # passes rename what a graph returns, but keep its position
-    for value in backward.find_nodes(op="placeholder"):
+    made = dict(zip(known.results, owners))  # passes rename what a graph returns, but keep its position
+    for value in known.backward.find_nodes(op="placeholder"):
         stream, owner = fact_of(value).memory, made.get(value.name)
         if stream is None:
             continue
@@ -120,7 +115,7 @@ def _memory(scheduler: Scheduler) -> Mapping[str, int]:
     """Return the stream whose memory each buffer is. A region may return, under a new name, what an earlier one
     allocated.
     """
-    return notes_of(scheduler).memory or {}
+    return ScheduleNotes.of(scheduler).memory or {}
 
 
 def _callers_stream_of(name: str) -> int:

@@ -7,6 +7,8 @@ from typing import Any, Protocol, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
 
+from torch_overlay._inductor.notes import WrapperNotes
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,12 +114,12 @@ class PlacedKernelCall(upstream.WrapperLine):
     raw_stream: str
 
     def codegen(self, code: IndentedBuffer) -> None:
-        wrapper: Any = self.line.wrapper
-        wrapper._region_raw_stream = self.raw_stream
+        notes = WrapperNotes.of(self.line.wrapper)
+        notes.raw_stream = self.raw_stream
         try:
             self.line.codegen(code)
         finally:
-            wrapper._region_raw_stream = None
+            notes.raw_stream = None
 
 
 def has_streams(wrapper: Any) -> bool:

@@ -315,8 +315,7 @@ def findings_of(
         if known:
             found[known[0]] = dataclasses.replace(found[known[0]], waits=count / steps)
         else:
-            cause = CAUSES["host-wait"]
-            found.append(Finding("host-wait", "", line, cause.title, cause.remedy, waits=count / steps))
+            found.append(Finding.of("host-wait", line=line, waits=count / steps))
     return found
 
 
@@ -340,7 +339,7 @@ def _recompiled(seen: Compiled) -> list[Finding]:
             message = (
                 f"{name} was compiled {count} times, in {seconds:.1f} s: {'; '.join(reasons) or 'no reason given'}"
             )
-            found.append(Finding("recompiled", "", f"{file}:{line}", message, CAUSES["recompiled"].remedy))
+            found.append(Finding.of("recompiled", message, line=f"{file}:{line}"))
     return found
 
 

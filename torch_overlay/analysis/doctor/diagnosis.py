@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor.relaunch.causes import Cause
 from torch_overlay.analysis.doctor.timeline import Timeline
 from torch_overlay.analysis.timelines.svg import escape
 
@@ -22,15 +23,9 @@ _OPTION = re.compile(r"([\w.]+) = ")  # in the text of a change
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One cause of work outside of graphs, or of a wait of the host for the device. Times are microseconds of one step,
-    None if they were not measured; `launches` are those of one step."""
+class Finding(Cause):
+    """One cause, and what it costs in one step. Times are microseconds, None if they were not measured."""
 
-    code: str
-    operator: str
-    line: str  # "file:line" of the program, or empty
-    message: str
-    remedy: str
     launches: float = 0.0
     host_us: float | None = None
     device_us: float | None = None

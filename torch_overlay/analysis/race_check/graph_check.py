@@ -22,6 +22,7 @@ import dataclasses
 import re
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay import orders
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, CopyNode, FillNode, FIXED, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 from torch_overlay.analysis.race_check.happens_before import analyse
@@ -75,9 +76,9 @@ def check_graph(
 
         graph = read(raw_graph, segments, low, high, driver=NativeDriver(), keeps=runtime.holds)
     order = _order(graph)
-    before = _ancestors(graph, order)
+    before = orders.all_before(order, orders.directly_after(order, graph.edges))
     touches = list(_touches(graph, kernels or {}))
-    modes = dict(_modes(touches, before, set(inputs) | {FIXED}, set(mutated)))
+    modes = dict(_modes(touches, order, before, set(inputs) | {FIXED}, set(mutated)))
     trace = _trace(graph, order, modes, names or {})
     found = analyse(trace.operations)
     races = [
@@ -92,41 +93,14 @@ def check_graph(
 
 def _order(graph: CapturedGraph) -> list[int]:
     """Return the nodes in topological order; of several ready nodes, the lowest number comes first."""
-    waiting = {node.index: 0 for node in graph.nodes}
-    after: dict[int, list[int]] = {node.index: [] for node in graph.nodes}
+    known = sorted(node.index for node in graph.nodes)
     for first, second in graph.edges:
-        for end in (first, second):
-            if end not in waiting:
-                raise ValueError(
-                    f"check_graph: edge {first} -> {second} names node {end}, which the graph doesn't have"
-                )
-        waiting[second] += 1
-        after[first].append(second)
-    ready = sorted(index for index, count in waiting.items() if not count)
-    order = []
-    while ready:
-        index = ready.pop(0)
-        order.append(index)
-        for following in after[index]:
-            waiting[following] -= 1
-            if not waiting[following]:
-                ready.append(following)
-        ready.sort()
-    if len(order) < len(waiting):
-        raise ValueError(f"check_graph: nodes {sorted(set(waiting) - set(order))} are in a cycle of edges")
+        for end in {first, second}.difference(known):
+            raise ValueError(f"check_graph: edge {first} -> {second} names node {end}, which the graph doesn't have")
+    order = orders.sort(orders.directly_after(known, graph.edges))
+    if len(order) < len(known):
+        raise ValueError(f"check_graph: nodes {sorted(set(known) - set(order))} are in a cycle of edges")
     return order
-
-
-def _ancestors(graph: CapturedGraph, order: list[int]) -> dict[int, int]:
-    """Return for each node the set of nodes before it, as a bit mask."""
-    before = dict.fromkeys(order, 0)
-    following: dict[int, list[int]] = {index: [] for index in order}
-    for first, second in graph.edges:
-        following[first].append(second)
-    for index in order:
-        for second in following[index]:
-            before[second] |= before[index] | 1 << index
-    return before
 
 
 def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch]:
@@ -186,17 +160,18 @@ class _Places:
 
 
 def _modes(
-    touches: list[Touch], before: dict[int, int], inputs: Collection[int], mutated: Collection[int]
+    touches: list[Touch], order: list[int], before: list[int], inputs: Collection[int], mutated: Collection[int]
 ) -> Iterator[tuple[Touch, str]]:
+    position = {index: at for at, index in enumerate(order)}
     users: dict[Segment, int] = {}
     for touch in touches:
-        users[touch.segment] = users.get(touch.segment, 0) | 1 << touch.node
+        users[touch.segment] = users.get(touch.segment, 0) | 1 << position[touch.node]
     for touch in touches:
         mode = touch.mode
         if not mode:
             if touch.region in mutated:
                 mode = UPDATE
-            elif touch.region in inputs or users[touch.segment] & before[touch.node]:
+            elif touch.region in inputs or users[touch.segment] & before[position[touch.node]]:
                 mode = READ
             else:
                 mode = WRITE

@@ -19,6 +19,7 @@ from torch_overlay._functorch.streams.backward import (
 from torch_overlay._functorch.streams.duplicates import DUPLICATES
 from torch_overlay._functorch.streams.facts import Fact, fact_of, Leave, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.saved_values import ContextNotes
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 
 
@@ -259,7 +260,7 @@ class TestParts(GraphCase):
         self.assertEqual([node_stream(n) for n in (again, gradient)], [3, 3])
         self.assertIn(state(1), fact_of(again).after)
         names = [reader.name, made.name, moved.name, ""]
-        self.assertEqual(context.stream_saved, (names, backward.graph))
+        self.assertEqual(ContextNotes.find(context), ContextNotes(names, backward.graph))
 
     def test_graphs_without_streams(self):
         forward, backward = self.parts(0)
@@ -271,4 +272,4 @@ class TestParts(GraphCase):
         with tracing(context):
             place_parts(forward, backward, set(), {})
         self.assertEqual([str(gm.graph) for gm in (forward, backward)], before)
-        self.assertFalse(hasattr(context, "stream_saved"))
+        self.assertIsNone(ContextNotes.find(context))

@@ -13,8 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.relaunch import notes
 from torch_overlay._inductor.relaunch.notes import (
+    CompiledNotes,
     first_saved,
     free_numbers,
     give_back_graphs,
@@ -23,6 +25,7 @@ from torch_overlay._inductor.relaunch.notes import (
     Partitions,
     SplitOff,
 )
+from torch_overlay._inductor.relaunch.rewrites.graph import Resident, Rewrite, Rewrites
 
 
 def trace(line):
@@ -89,7 +92,7 @@ class TestPartitions(TestCase):
         reason = "unbacked binding"
         noted = self.note((Node(3),), [Node(7), nothing()], reason=reason)
         (row,) = noted.split_off
-        self.assertEqual(row[:3], ("split-data-dependent", reason, ""))
+        self.assertEqual((row.code, row.message, row.operator), ("split-data-dependent", reason, ""))
         self.assertIn("/model.py:7", row.line)
         self.assertEqual(row.kernels, 1)
 
@@ -106,12 +109,12 @@ class TestPartitions(TestCase):
         ):
             (row,) = self.note([Node(7, target)], reason=unsafe).split_off
             self.assertEqual(row.code, code)
-            self.assertTrue(row.reason.startswith(reason), row.reason)
+            self.assertTrue(row.message.startswith(reason), row.message)
 
     def test_part_of_few_kernels(self):
         (row,) = self.note([Node(3)]).split_off
         self.assertEqual(row.code, "split-small")
-        self.assertIn("cudagraph_min_partition_size", row.reason)
+        self.assertIn("cudagraph_min_partition_size", row.message)
 
     def test_graph_without_partitions(self):
         self.assertEqual(graph_partitions(SimpleNamespace(scheduler=None)), Partitions())
@@ -121,11 +124,13 @@ class TestPartitions(TestCase):
         self.assertIn("/model.py:3", line)
 
     def test_pickle(self):
-        rows = (SplitOff("split-unsafe", "why", "op", "line", 1),)
-        noted = Partitions(((2, "line", ("s0",)),), rows)
-        self.assertEqual(Partitions.read(noted.plain()), noted)
-        self.assertNotIn(b"partitions", pickle.dumps(noted.plain()))
-        self.assertEqual(Partitions.read(()), Partitions())
+        rows = (SplitOff.of("split-unsafe", "why", operator="op", line="line", kernels=1),)
+        rewrites = Rewrites((Rewrite("resident", "line"),), (Resident(1, 0, (2,)),))
+        noted = CompiledNotes((0,), Partitions(((2, "line", ("s0",)),), rows), ((), (-1,)), rewrites, (None, 1))
+        noted.put(compiled := SimpleNamespace())
+        self.assertEqual(CompiledNotes.find(compiled), noted)
+        self.assertNotIn(b"relaunch", pickle.dumps(compiled))
+        self.assertEqual(CompiledNotes.of(SimpleNamespace()), CompiledNotes())
 
     def test_what_is_unsafe(self):
         wait = torch.ops._c10d_functional.wait_tensor.default
@@ -176,20 +181,19 @@ class TestNotes(TestCase):
         (output,) = gm.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = [0]
         graph, compiled = SimpleNamespace(scheduler=None), SimpleNamespace()
-        self.assertFalse(notes.are_there(compiled))
+        self.assertIsNone(CompiledNotes.find(compiled))
         self.assertEqual(notes.numbers_of(compiled, None), ())
-        graph.relaunch_partitions = Partitions(((1, "", ()),))
+        GraphNotes.of(graph).partitions = Partitions(((1, "", ()),))
         notes.note(compiled, graph, gm)
-        self.assertTrue(notes.are_there(compiled))
         compiled = pickle.loads(pickle.dumps(compiled))
-        self.assertEqual(notes.partitions_of(compiled), graph.relaunch_partitions)
+        self.assertEqual(CompiledNotes.of(compiled).partitions, GraphNotes.of(graph).partitions)
         found = [notes.numbers_of(compiled, k) for k in (None, 0, 1)]
         self.assertEqual(found, [(1,), (), ()])
         self.assertEqual(first_saved(compiled), 1)
 
     def test_outputs_that_are_saved(self):
         for visible, expected in (((0, 2), 3), ((), None)):
-            compiled = SimpleNamespace(relaunch_visible_outputs=visible)
+            CompiledNotes(visible_outputs=visible).put(compiled := SimpleNamespace())
             self.assertEqual(first_saved(compiled), expected)
         self.assertIsNone(first_saved(SimpleNamespace()))
         context = SimpleNamespace(fw_metadata=SimpleNamespace(num_forward=4))

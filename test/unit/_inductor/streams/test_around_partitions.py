@@ -18,7 +18,7 @@ from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemor
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.streams.around_partitions import HANDLE_IS_READ, ordered_around, reason_to_cut
 
 
@@ -57,8 +57,8 @@ class PartitionsTestCase(ProgramCase):
         wrapper, first = V.graph.wrapper_code, len(V.graph.wrapper_code.lines)
         with ordered_around(scheduler):
             wrapper.writeline("partitions")
-            self.known = notes_of(scheduler).known
-            notes_of(scheduler).settled = frozenset(settled)
+            self.known = ScheduleNotes.of(scheduler).known
+            ScheduleNotes.of(scheduler).settled = frozenset(settled)
         code = IndentedBuffer()
         for line in wrapper.lines[first:]:
             if isinstance(line, str):

@@ -15,7 +15,7 @@ from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams import graph_facts
 from torch_overlay._inductor.streams.reader import BoundaryTokens
@@ -261,17 +261,17 @@ class TestGraphFacts(SchedulesTestCase):
 class TestNotes(SchedulesTestCase):
     def test_notes_live_as_long_as_the_schedule(self):
         with self.scheduled(self.call(aten.sin.default, self.program.input(4))) as made:
-            notes = notes_of(made)
+            notes = ScheduleNotes.of(made)
             notes.awaited_stores = dict.fromkeys(made.nodes, ())
-            self.assertIs(notes_of(made), notes)
+            self.assertIs(ScheduleNotes.of(made), notes)
 
         class Schedule:
             pass
 
         other = Schedule()
-        self.assertIsNot(notes_of(other), notes)
-        notes_of(other).awaited_stores = {other: ()}
-        gone = weakref.ref(notes_of(other))
+        self.assertIsNot(ScheduleNotes.of(other), notes)
+        ScheduleNotes.of(other).awaited_stores = {other: ()}
+        gone = weakref.ref(ScheduleNotes.of(other))
         del other
         gc.collect()
         self.assertIsNone(gone())

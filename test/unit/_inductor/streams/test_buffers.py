@@ -8,7 +8,7 @@ from stand_ins.schedules import Program, ProgramCase
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state, synchronization
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, register
 from torch_overlay._inductor.streams.planned_region import needs_plan, plan_region
 
@@ -27,7 +27,7 @@ class PlansTestCase(ProgramCase):
         if results:
             self.program.output(*results)
         with self.program.scheduled(**options) as scheduler:
-            notes_of(scheduler).memory = memory
+            ScheduleNotes.of(scheduler).memory = memory
             self.region = plan_region(scheduler, scheduler.nodes[first:], enclosed)
             self.buffers = {b.name: b for b in self.region.plan.buffers}
             return self.region.plan
@@ -178,7 +178,7 @@ class TestNeedsPlan(PlansTestCase):
         self.program.output(*(results or [self.product()]))
         with self.program.scheduled(**options) as scheduler:
             found = needs_plan(scheduler)
-            self.assertIs(notes_of(scheduler).needs_plan, found)
+            self.assertIs(ScheduleNotes.of(scheduler).needs_plan, found)
         self.program = Program()
         return found
 

@@ -14,7 +14,7 @@ from stand_ins.schedules import ProgramCase
 from torch_overlay import config
 from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.tokens import caller_event, record, state
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.emitter import RegionEmitter
@@ -48,7 +48,7 @@ class EmitterTestCase(ProgramCase):
         stack.enter_context(config.patch({"fold_branches_below_us": 0.0, **(options or {})}))
         self.scheduler = stack.enter_context(self.program.scheduled(**scheduled))
         self.region = plan_region(self.scheduler, self.scheduler.nodes, enclosed)
-        notes_of(self.scheduler).memory = self.region.plan.memory
+        ScheduleNotes.of(self.scheduler).memory = self.region.plan.memory
         self.wrapper = V.graph.wrapper_code
         self.first = len(self.wrapper.lines)
         self.emitter = RegionEmitter(self.scheduler, self.region)
@@ -199,7 +199,7 @@ class TestMemory(EmitterTestCase):
 
     def test_memory_of_a_slab(self):
         self.begin(self.product(self.product(), self.x))
-        notes_of(self.scheduler).slabs = ["buf0"]
+        ScheduleNotes.of(self.scheduler).slabs = ["buf0"]
         self.emitter.free(V.graph.get_buffer("buf0"), self.fail)
 
     def test_pinned_memory(self):

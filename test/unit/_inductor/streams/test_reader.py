@@ -10,7 +10,7 @@ from stand_ins.schedules import Program, ProgramCase
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, register
 from torch_overlay._inductor.streams.plan import HOST, Op
 from torch_overlay._inductor.streams.reader import RegionReader
@@ -34,7 +34,7 @@ class ReaderTestCase(ProgramCase):
         self.program.output(*results)
         with self.program.scheduled(**options) as scheduler:
             if awaited:
-                notes_of(scheduler).awaited_stores = {scheduler.nodes[-1]: ["op0"]}
+                ScheduleNotes.of(scheduler).awaited_stores = {scheduler.nodes[-1]: ["op0"]}
             reader = RegionReader(scheduler, scheduler.nodes[first:], enclosed)
             reader.read()
             reader.left_after = reader.promised()

@@ -11,7 +11,7 @@ from stand_ins.schedules import ProgramCase
 from torch_overlay import config
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.tokens import CALLER, state
-from torch_overlay._inductor.schedule_notes import active_region, notes_of
+from torch_overlay._inductor.notes import active_region, ScheduleNotes
 from torch_overlay._inductor.streams.regions import nested_streams, planned, stream_of_memory
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion
 
@@ -122,7 +122,7 @@ class TestRegions(ProgramCase):
         other = self.product(stream=2)
         side = self.product(self.product(), other, stream=1)
         self.schedule(side, **{"triton.cudagraphs": True})
-        notes = notes_of(self.scheduler)
+        notes = ScheduleNotes.of(self.scheduler)
         joined = frozenset([state(1), state(2)])
         notes.known = {0: joined, 1: frozenset(), 2: frozenset()}
         notes.settled = frozenset([1, 2, 3])

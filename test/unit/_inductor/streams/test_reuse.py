@@ -12,6 +12,7 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins.schedules import device, Program
+from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams.plan import Plan
 from torch_overlay._inductor.streams.switching import needs, share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
@@ -52,7 +53,7 @@ class Launch(upstream.KernelCallLine):
         self.triton, self.device = triton, torch.device(device)
 
     def codegen(self, code):
-        stream = getattr(self.wrapper, "_region_raw_stream", None)
+        stream = WrapperNotes.of(self.wrapper).raw_stream
         code.writeline(f"kernel.run(stream={stream})")
 
 

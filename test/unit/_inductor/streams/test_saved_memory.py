@@ -13,6 +13,8 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from stand_ins.schedules import compiled_graph, Program
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
+from torch_overlay._functorch.streams.saved_values import ContextNotes
+from torch_overlay._inductor.notes import GraphNotes
 
 
 AS_GUESSED = [(1, False)] * 2
@@ -33,7 +35,7 @@ class TestCompiledGraph(TestCase):
         program.output(program.call(torch.ops.aten.mm.default, x, x))
         with program.scheduled(is_inference=False):
             if owners:
-                V.graph.stream_owners = owners
+                GraphNotes.of(V.graph).owners = owners
             return compiled_graph()
 
     def saved(self, compiled):
@@ -42,7 +44,7 @@ class TestCompiledGraph(TestCase):
         values = [backward.placeholder(name) for name in "ab"]
         for value in values:
             note_fact(value, memory=1)
-        self.context.stream_saved = ["a", "b"], backward
+        ContextNotes(["a", "b"], backward).put(self.context)
         options = {"cudagraphs": BoxedBool(False), "is_backward": False}
         with tracing(self.context):
             compiled.post_compile((), CompiledFxGraphConstants(), options)

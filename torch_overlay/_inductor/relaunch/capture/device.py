@@ -36,7 +36,6 @@ from torch_overlay._inductor.relaunch import keys
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
-from torch_overlay._inductor.relaunch.graph.concurrency import only_order
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
@@ -46,6 +45,7 @@ from torch_overlay._inductor.relaunch.proof.functions import parameters_of, sign
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, EmptyNode, KernelNode, Template, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay.csrc import DriverError
+from torch_overlay.orders import only_order
 
 
 if TYPE_CHECKING:

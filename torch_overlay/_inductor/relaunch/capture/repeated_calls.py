@@ -19,9 +19,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs, places_of
-from torch_overlay._inductor.relaunch.graph.concurrency import only_order
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot
 from torch_overlay._inductor.relaunch.proof.prove import AddressMap
+from torch_overlay.orders import only_order
 
 
 if TYPE_CHECKING:

@@ -29,8 +29,6 @@ their registers and shared memory.
 Note [Training]
 The graphs of a training step keep their edges: BERT's step gained hardly anything from fewer of them, and finding the
 independent nodes lengthens the capture.
-
-Finds the order in which the nodes of a graph run, if its edges allow one only.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 import torch
 
 from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
+from torch_overlay.orders import only_order
 
 
 if TYPE_CHECKING:
@@ -89,18 +88,6 @@ class Product:
 def is_product(operator: Any) -> bool:
     aten = torch.ops.aten
     return getattr(operator, "overloadpacket", None) in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-
-
-def chain_of(nodes: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:
-    """Return the nodes in order if the edges are one chain through all of them, else None."""
-    following_of: dict[int, int] = dict(edges)
-    firsts = set(range(nodes)).difference(following_of.values())
-    if len(firsts) != 1:
-        return None
-    order = [firsts.pop()]
-    while (following := following_of.pop(order[-1], None)) is not None:
-        order.append(following)
-    return order if len(order) == nodes and not following_of else None
 
 
 def uses_of(
@@ -270,25 +257,7 @@ def side_by_side(order: Sequence[int], uses: Sequence[Use | None]) -> list[tuple
 def relaxed(template: Template, edges: Sequence[tuple[int, int]], **known: Any) -> list[tuple[int, int]] | None:
     """Return new edges for the graph if it is a chain with independent neighbours, else None. `known` has the further
     arguments of `uses_of`."""
-    if (order := chain_of(len(template.nodes), edges)) is None:
+    order = only_order(nodes := len(template.nodes), edges)
+    if order is None or len(edges) != nodes - 1:
         return None
     return side_by_side(order, uses_of(template, order, **known))
-
-
-def only_order(nodes: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
-    """Return the numbers of the nodes, 0 to `nodes` - 1, in the only order that the edges allow; None if they allow
-    several."""
-    after: list[list[int]] = [[] for _ in range(nodes)]
-    waits_for = [0] * nodes
-    for node, later in edges:
-        after[node].append(later)
-        waits_for[later] += 1
-    ready = [node for node in range(nodes) if not waits_for[node]]
-    order: list[int] = []
-    while len(ready) == 1:
-        order.append(node := ready.pop())
-        for later in after[node]:
-            waits_for[later] -= 1
-            if not waits_for[later]:
-                ready.append(later)
-    return tuple(order) if len(order) == nodes else None

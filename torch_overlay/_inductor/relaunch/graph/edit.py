@@ -13,11 +13,10 @@ from typing import Any, Protocol, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.csrc import DriverError
+from torch_overlay.orders import implied_edges
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from torch_overlay._inductor.relaunch.graph.driver import Driver, Structure
 
 
@@ -93,35 +92,3 @@ def kernel_params(api: Any, launch: Launch, array: ctypes.Array[ctypes.c_void_p]
     params.sharedMemBytes = launch.shared_bytes
     params.kernelParams = ctypes.addressof(array)  # the driver copies the arguments
     return params
-
-
-def implied_edges(after: Mapping[int, Collection[int]]) -> list[tuple[int, int]]:
-    """Return the edges of an acyclic graph that its transitive reduction lacks, in a fixed order. `after` maps each
-    node to its successors."""
-    order = _topological(after)
-    position = {node: i for i, node in enumerate(order)}
-    reachable: dict[int, int] = {}  # bits by position
-    implied = []
-    for node in reversed(order):
-        reached = 0
-        for successor in sorted(after[node], key=position.__getitem__):
-            bit = 1 << position[successor]
-            if reached & bit:
-                implied.append((node, successor))
-            reached |= bit | reachable[successor]
-        reachable[node] = reached
-    return sorted(implied, key=lambda edge: (position[edge[0]], position[edge[1]]))
-
-
-def _topological(after: Mapping[int, Collection[int]]) -> list[int]:
-    missing = dict.fromkeys(after, 0)
-    for successors in after.values():
-        for node in successors:
-            missing[node] += 1
-    order = [node for node, count in missing.items() if not count]
-    for node in order:
-        for successor in after[node]:
-            missing[successor] -= 1
-            if not missing[successor]:
-                order.append(successor)
-    return order

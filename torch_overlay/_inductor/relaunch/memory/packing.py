@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import bisect
 import functools
-import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch_overlay import orders
 
 
 if TYPE_CHECKING:
@@ -146,15 +147,11 @@ class Order:
 def _ordered(nodes: int, edges: tuple[tuple[int, int], ...]) -> tuple[list[int], dict[int, int], list[int], list[int]]:
     """Return an order that the edges allow, the position of each node in it, and by position the nodes before and the
     nodes after each node."""
-    order = _topological(nodes, edges)
+    order = orders.sort(after := orders.directly_after(range(nodes), edges))
+    if len(order) != nodes:
+        raise ValueError("the edges of the graph form a circle")
     position = {node: at for at, node in enumerate(order)}
-    earlier, later = [0] * nodes, [0] * nodes
-    pairs = sorted((position[u], position[v]) for u, v in edges)
-    for u, v in sorted(pairs, key=lambda pair: pair[1]):
-        earlier[v] |= earlier[u] | 1 << u
-    for u, v in reversed(pairs):
-        later[u] |= later[v] | 1 << v
-    return order, position, earlier, later
+    return order, position, orders.all_before(order, after), orders.all_after(order, after)
 
 
 def _with_least_behind_first(
@@ -198,23 +195,3 @@ def aligned(size: int) -> int:
 
 def first_bit(mask: int) -> int:
     return (mask & -mask).bit_length() - 1
-
-
-def _topological(nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the nodes in an order that the edges allow, lower numbers first where they can be."""
-    after: list[list[int]] = [[] for _ in range(nodes)]
-    missing = [0] * nodes
-    for u, v in edges:
-        after[u].append(v)
-        missing[v] += 1
-    ready = [node for node in range(nodes) if not missing[node]]
-    order = []
-    while ready:
-        order.append(node := heapq.heappop(ready))
-        for successor in after[node]:
-            missing[successor] -= 1
-            if not missing[successor]:
-                heapq.heappush(ready, successor)
-    if len(order) != nodes:
-        raise ValueError("the edges of the graph form a circle")
-    return order

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
+from torch_overlay.table import aligned
+
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -157,5 +159,4 @@ class Template:
             region = (names or {}).get(slot.region, str(slot.region))
             kernel = self.nodes[slot.node].name
             rows.append((region, str(slot.node), kernel, str(slot.parameter), str(slot.offset), str(slot.delta)))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+        return "\n".join(aligned(rows))

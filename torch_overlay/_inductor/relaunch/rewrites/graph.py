@@ -79,19 +79,10 @@ class Rewrites(NamedTuple):
     made: tuple[Rewrite, ...] = ()
     resident: tuple[Resident, ...] = ()
 
-    def plain(self) -> tuple[Any, ...]:
-        """Return it without types, for the cache: a pickle of these doesn't depend on where this module is."""
-        return tuple(map(tuple, self.made)), tuple(map(tuple, self.resident))
-
     def key(self) -> tuple[Any, ...]:
         """Return it for the keys of caches, without lines. A graph's text doesn't show that an input is to be copied to
         the device first."""
         return tuple([kind for kind, _ in self.made]), tuple(map(tuple, self.resident))
-
-    @staticmethod
-    def read(plain: tuple[Any, ...]) -> Rewrites:
-        made, resident = plain or ((), ())
-        return Rewrites(tuple(Rewrite(*row) for row in made), tuple(Resident(*row) for row in resident))
 
 
 class _Current(threading.local):

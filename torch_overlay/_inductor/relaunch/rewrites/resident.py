@@ -19,7 +19,8 @@ from torch._subclasses import FakeTensor
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.ids import index_now
-from torch_overlay._inductor.relaunch.rewrites.graph import compiling, LARGEST, rewrite, Rewrites
+from torch_overlay._inductor.relaunch.notes import CompiledNotes
+from torch_overlay._inductor.relaunch.rewrites.graph import compiling, LARGEST, rewrite
 
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def rewritten(gm: GraphModule, example_inputs: Sequence[Any], is_backward: bool)
 def residing(compiled: Any) -> Iterator[tuple[tuple[tuple[str, str], ...], Residents]]:
     """Have code that is finished inside, just compiled or from a cache, called with copies of its inputs on the device.
     Yields what was rewritten, and the copies."""
-    found = Rewrites.read(getattr(compiled, "relaunch_rewrites", ()))
+    found = CompiledNotes.of(compiled).rewrites
     residents = Residents(found.resident)
     yield found.made, residents
     if residents.rows:

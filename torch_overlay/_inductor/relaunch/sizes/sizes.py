@@ -23,10 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.graph.concurrency import only_order
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
 from torch_overlay._inductor.relaunch.proof.functions import Functions
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
+from torch_overlay.orders import only_order
 
 
 if TYPE_CHECKING:
