@@ -785,7 +785,7 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="1c0fb204053434c9",
         why="A stream in a local variable crosses a graph break as a value; a branch in a stream context reads its "
         "tensor on the stream; an event may be recorded after a mutation of an input; profiler ranges that "
-        "nobody wants leave.",
+        "nobody wants leave; the backend gets the facts of the frame.",
         upstream="pytorch#187472, #184487, #195573, #197416",
         ends="StreamVariable is no ContextWrappingVariable, and upstream orders write-backs by the user's joins",
         methods=(
@@ -793,6 +793,7 @@ SEAMS: tuple[Seam, ...] = (
             "compile_subgraph",
             "cleanup_graph",
             "check_input_mutation_on_current_stream",
+            "call_user_compiler",
         ),
     ),
     Seam(

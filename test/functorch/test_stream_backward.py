@@ -661,7 +661,7 @@ class TestTable(TestCase):
     def test_backward_compiled_after_other_frames_knows_its_own_objects(self) -> None:
         """A backward is compiled at its first call; the numbers of streams then are another frame's."""
         torch._dynamo.reset()
-        from torch_overlay._dynamo import registry
+        from torch_overlay import frame_facts
 
         x = torch.randn(8, 8, device="cuda", requires_grad=True)
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
@@ -678,11 +678,11 @@ class TestTable(TestCase):
         loss = torch.compile(forward, fullgraph=True)(x)
         self.make(two)(x.detach())
         described = []
-        describe = registry.describe
-        with mock.patch.object(registry, "describe", lambda: described.append(describe()) or described[-1]):
+        current = frame_facts.current
+        with mock.patch.object(frame_facts, "current", lambda: described.append(current()) or described[-1]):
             loss.backward()
         self.assertTrue(described)
-        origins = [sorted(i.origin for i in infos) for infos in described]
+        origins = [sorted(i.origin for i in facts.objects) for facts in described]
         self.assertEqual(origins, [["caller", "current", "frame"]] * len(origins))
 
     @simulated_gpu()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._dynamo import graph_breaks, object_hooks, ranges
+from torch_overlay import frame_facts
+from torch_overlay._dynamo import graph_breaks, object_hooks, ranges, registry
 from torch_overlay.hooks import override
 
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from torch._dynamo.output_graph import OutputGraph
 
 
+def call_user_compiler(original: Callable[..., Any], output: OutputGraph, *args: Any) -> Any:
+    """Hand the frame's facts to the layers that compile its graph."""
+    with frame_facts.compiling(registry.facts()):
+        return original(output, *args)
+
+
 def output_graph_init(original: Callable[..., None], output: OutputGraph, *args: Any, **kwargs: Any) -> None:
     override(
         output,
@@ -21,5 +28,6 @@ def output_graph_init(original: Callable[..., None], output: OutputGraph, *args:
         compile_subgraph=graph_breaks.compile_subgraph,
         cleanup_graph=ranges.cleanup_graph,
         check_input_mutation_on_current_stream=object_hooks.check_input_mutation_on_current_stream,
+        call_user_compiler=call_user_compiler,
     )
     original(output, *args, **kwargs)

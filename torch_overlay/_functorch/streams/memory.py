@@ -40,7 +40,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
     is_backward,
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
+
+    from torch_overlay.frame_facts import FrameFacts
 
 
 _aten = torch.ops.aten
@@ -336,7 +337,7 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     return {viewed(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
-def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory, ...]:
+def result_memory(output: Node, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
     """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each waits
     for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
     (`record_stream`) before the last update. Results that are the caller's own memory are left out.
@@ -350,15 +351,14 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory,
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         if (storage := _storage(record.args[0])) is not None:
             recorded.setdefault(storage, []).append((_allocating_node(record.args[0], updates=False), record.args[1]))
-    goes_on = registry.current().goes_on
-    known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
+    known = {*streams, *(info.index for info in frame.objects if info.kind == "stream")} if frame.goes_on else set()
     found = []
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
             made = _allocating_node(value, updates=False)
             others = {s for m, s in recorded.get(_storage(value), ()) if m is not made}
-            if goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
+            if frame.goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
                 others.update(known)  # which stream's memory generated code takes for it is not known yet
             found.append(ResultMemory(what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
@@ -385,17 +385,16 @@ def record_inputs(graph: Graph) -> None:
 
 
 def foreign_reads(
-    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset()
+    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset(), goes_on: bool = False
 ) -> tuple[ForeignRead, ...]:
     """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it (`kept`: `results_made`,
     `saved_in_eager`), or has the value in other memory, or the memory lives on: as the result of this update, or of a
     later one that the graph returns (`returned`: `returned_storages`), as the tensor that was given as `out`, or in a
-    variable after a graph break.
+    variable after a graph break, where the frame `goes_on`.
     """
     if is_view(node):  # a view launches nothing
         return ()
     targets = fact_of(node).eager_targets
-    goes_on = registry.current().goes_on
     found = set()
     written = written_arguments(node).values()
     for value in node.all_input_nodes:

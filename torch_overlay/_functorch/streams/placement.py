@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.range_ops import RANGES
 from torch_overlay._functorch.streams import autograd_nodes, memory
 from torch_overlay._functorch.streams.backward import mark_backward
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
     from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay.frame_facts import FrameFacts
 
 
 _streams = torch.ops.streams
@@ -166,11 +166,11 @@ def _place_subgraphs(gm: GraphModule) -> None:
             _place_subgraphs(body)
 
 
-def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
+def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    program = Program(nodes)
+    program = Program(nodes, frame)
     output = gm.graph.output_node()
-    returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams)
+    returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams, frame)
     kept = memory.results_made(output) | memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
@@ -200,7 +200,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             after=tuple(sorted(waited)),
             before=tuple(sorted(before.get(maker, frozenset()) | engine)),
             leave=None if is_backward(node) else leave,
-            reads=memory.foreign_reads(node, returned, kept) if reads_memory else None,
+            reads=memory.foreign_reads(node, returned, kept, frame.goes_on) if reads_memory else None,
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),
             order=program.ops.index(node) if is_stream_op(node) else None,
@@ -229,29 +229,29 @@ def _number_ranges(nodes: Sequence[Node]) -> None:
             before[side] += node.target in RANGES
 
 
-def place_streams(gm: GraphModule) -> None:
+def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
     A graph without streams is left untouched, unless it blocks the host in a program that has streams. A `with` block
     on the caller's stream is no placement: upstream's scheduler would take it for a side stream.
     """
-    if registry.program_has_streams():
+    if frame.program_has_streams:
         split_lists(gm.graph)
     nodes = list(gm.graph.nodes)
     _place_subgraphs(gm)
-    if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not orders_by_blocking(nodes):
+    if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not orders_by_blocking(nodes, frame):
         for node in nodes:
             if "stream" in node.meta.get("custom", {}):
                 place_on(node, CALLERS_STREAM)
         return
-    autograd_nodes.note(gm.graph)
+    autograd_nodes.note(gm.graph, frame.first_readers)
     place_first_copies(gm.graph)
     mark_backward(gm.graph)
-    keep_waits(gm.graph)
+    keep_waits(gm.graph, frame)
     memory.record_inputs(gm.graph)
     nodes = list(gm.graph.nodes)
-    _place_program(gm, [n for n in nodes if not is_backward(n)])
-    _place_program(gm, [n for n in nodes if is_backward(n)])
+    _place_program(gm, [n for n in nodes if not is_backward(n)], frame)
+    _place_program(gm, [n for n in nodes if is_backward(n)], frame)
     follow_mutations(gm.graph)
     _number_ranges(nodes)
     gm.recompile()

@@ -24,7 +24,6 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import Leave
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay.frame_facts import FrameFacts
 
 
 _COPIES = (
@@ -65,8 +65,8 @@ def _device(node: Node) -> int | None:
 class PeerCopies:
     """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
-    def __init__(self) -> None:
-        streams = [i for i in registry.describe() if i.kind == "stream" and i.device is not None]
+    def __init__(self, frame: FrameFacts) -> None:
+        streams = [i for i in frame.objects if i.kind == "stream" and i.device is not None]
         self.devices = {i.index: i.device.index for i in streams if i.device is not None}
         self.callers_stream = {
             i.device.index: i.index for i in streams if i.origin == "current" and i.device is not None
@@ -95,9 +95,9 @@ class PeerCopies:
 _streams = torch.ops.streams
 
 
-def _observed_events(ops: Sequence[Node]) -> set[int]:
+def _observed_events(ops: Sequence[Node], frame: FrameFacts) -> set[int]:
     """Return the events whose record is visible outside: the caller holds them, or the host reads them here."""
-    observed = {info.index for info in registry.describe() if info.escapes}
+    observed = {info.index for info in frame.objects if info.escapes}
     for node in ops:
         reads_events = node.target is _streams.synchronize_event.default or "event" in str(node.target)
         if (reads_events or "elapsed_time" in str(node.target)) and node.target not in (RECORD, *WAITS, DEALLOC):
@@ -108,11 +108,11 @@ def _observed_events(ops: Sequence[Node]) -> set[int]:
 class Program:
     """The stream operations of one graph in program order, and the tokens that they give each node."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], frame: FrameFacts) -> None:
         self.nodes = nodes
         self.ops = [n for n in self.nodes if is_stream_op(n)]
-        self.observed = _observed_events(self.ops)
-        copies = PeerCopies()
+        self.observed = _observed_events(self.ops, frame)
+        copies = PeerCopies(frame)
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
@@ -250,19 +250,19 @@ def _is_number(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.dim() == 0
 
 
-def orders_by_blocking(nodes: Sequence[Node]) -> bool:
+def orders_by_blocking(nodes: Sequence[Node], frame: FrameFacts) -> bool:
     """True if the host learns from a copy that all work before it is done, in a program that may launch on another
     stream afterwards, in another frame.
     """
-    return registry.program_has_streams() and any(blocks_host(n) and not _is_number(n) for n in nodes)
+    return frame.program_has_streams and any(blocks_host(n) and not _is_number(n) for n in nodes)
 
 
-def keep_waits(graph: Graph) -> None:
+def keep_waits(graph: Graph, frame: FrameFacts) -> None:
     """Insert a host wait where a copy that blocks the host may be left out: a copy that nobody reads, or one of a
     constant. The streams of this graph are ordered as if after the copy (`Program.after`). Before a graph break and
     after it there may be other streams, so the host waits for the copy's stream.
     """
-    if not (registry.current().goes_on or registry.current().is_resumed):
+    if not (frame.goes_on or frame.is_resumed):
         return
     read: set[Any] = set()
     known = constants(graph)

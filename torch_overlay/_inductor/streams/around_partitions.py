@@ -16,7 +16,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
+from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
 from torch_overlay._functorch.streams.tokens import events_of, state, streams_of
@@ -107,7 +107,7 @@ def _allocated_on(scheduler: Scheduler, name: str) -> int:
 @contextlib.contextmanager
 def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     """Write the order around the partitions of a graph, whose lines are generated inside, if streams need any."""
-    if inductor_config.triton.cudagraphs and registry.handle_is_read():
+    if inductor_config.triton.cudagraphs and frame_facts.current().handle_is_read:
         V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     if not inductor_config.triton.cudagraphs or not (needs_plan(scheduler) or nested_streams()):
         yield

@@ -9,7 +9,7 @@ from typing import Any, Literal, TYPE_CHECKING
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
+from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of, Leave
 from torch_overlay._functorch.streams.fx import output_descriptions
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 def stream_devices() -> dict[int, int]:
     """Return the device index of each stream that the frame uses, as far as it is known, by registry index."""
-    return {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
+    return {
+        i.index: i.device.index for i in frame_facts.current().objects if i.kind == "stream" and i.device is not None
+    }
 
 
 def private_streams() -> set[int]:
     """Return the registry indices of the streams that the frame makes and nobody else sees."""
-    return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
+    return {i.index for i in frame_facts.current().objects if i.origin == "frame" and not i.escapes}
 
 
 def _noted(name: Literal["leave", "results"]) -> Any:

@@ -28,7 +28,7 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
+from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_view
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
@@ -87,7 +87,7 @@ class BoundaryTokens:
         # device.
         self.numbers = {
             i.index: callers_stream_index(i.device.index or 0)
-            for i in registry.describe()
+            for i in frame_facts.current().objects
             if i.origin == "current" and i.index != CALLERS_STREAM and i.device is not None
         }
         # Private streams are made by the frame, and nobody else sees them: at the entry of a forward they hold no work,

@@ -8,7 +8,6 @@ from torch.fx import Graph
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.autograd_nodes import note
 from torch_overlay._functorch.streams.backward import engine_streams, order_after_gradients
 from torch_overlay._functorch.streams.facts import fact_of
@@ -24,8 +23,6 @@ class JointCase(TestCase):
 
     def setUp(self):
         super().setUp()
-        registry.reset()
-        self.addCleanup(registry.reset)
         self.graph = Graph()
         self.x = self.input("primals_1", PlainAOTInput(0))
         self.number = 0
@@ -64,7 +61,7 @@ class JointCase(TestCase):
         desc = [PlainAOTOutput(i) for i in range(len(results))]
         desc += [GradAOTOutput(given.meta["desc"]) for _, given in gradients]
         self.graph.output(values).meta["desc"] = desc
-        note(self.graph)
+        note(self.graph, {})
 
     def streams(self, *leaves):
         found = engine_streams(self.graph, leaves)

@@ -80,7 +80,7 @@ class ProgramTestCase(TestCase):
         return self.call(aten._to_copy.default, source, stream=stream, to=to)
 
     def program(self):
-        return Program(list(self.graph.nodes))
+        return Program(list(self.graph.nodes), registry.facts())
 
 
 class Points:
@@ -279,7 +279,7 @@ class TestPrograms(ProgramTestCase):
 
 class TestPeerCopies(ProgramTestCase):
     def ends(self, node):
-        return PeerCopies().ends(node)
+        return PeerCopies(registry.facts()).ends(node)
 
     def test_streams_of_both_devices(self):
         there = [(s, self.copy(s, 0, "cuda:1")) for s in STREAMS]

@@ -73,7 +73,7 @@ class PlacementCase(TestCase):
         self.graph.output(results).meta["desc"] = desc
         self.gm = GraphModule(self.root, self.graph)
         self.graph = self.gm.graph
-        place_streams(self.gm)
+        place_streams(self.gm, registry.facts())
         self.graph.lint()
 
     def left(self):

@@ -11,6 +11,7 @@ from torch._inductor import config
 
 import form  # noqa: F401
 from stand_ins.schedules import Program, ProgramCase
+from torch_overlay import frame_facts
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import node_stream
@@ -46,6 +47,7 @@ class SchedulesTestCase(ProgramCase):
         self.assertEqual(registry.add_owned(stream, torch.Stream, (), {}), PRIVATE)
         self.objects.append(current(1))
         self.assertEqual(registry.add_current(*self.objects[-1]), OTHER)
+        self.enterContext(frame_facts.compiling(registry.facts()))
 
     def scheduled(self, *results, **options):
         self.program.output(*results)
@@ -207,7 +209,8 @@ class TestGraphFacts(SchedulesTestCase):
 
     def test_stream_that_the_frame_hands_out(self):
         registry.current().locals[PRIVATE] = "made"
-        self.assertEqual(graph_facts.private_streams(), set())
+        with frame_facts.compiling(registry.facts()):
+            self.assertEqual(graph_facts.private_streams(), set())
 
     def test_exit_of_a_graph_that_computes_nothing(self):
         x = self.program.input(4)
