@@ -27,7 +27,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.facts import fact_of
-from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import (
+    has_streams,
+    is_asynchronous_copy,
+    is_stream_op,
+    is_view,
+    node_stream,
+    viewed,
+)
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.upstream_fixes.results_in_inputs import may_lie_in_written_input
@@ -64,7 +71,7 @@ class NoOpPass:
         `with_streams`, all is on one stream.
         """
         self._left = set(self._output.graph.nodes)
-        if with_streams and any(node_stream(node) or fact_of(node).before for node in self._nodes):
+        if with_streams and has_streams(self._nodes, lambda node: bool(fact_of(node).before)):
             self._keep_for_other_streams()
         if not self._left.issuperset(self._results):
             self._keep_results(with_streams)

@@ -24,7 +24,7 @@ from torch_overlay._functorch.offload.reader import (
     Reader,
     tensor_of,
 )
-from torch_overlay._functorch.streams.fx import node_stream, viewed
+from torch_overlay._functorch.streams.fx import has_streams, node_stream, viewed
 
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Pair:
             return "it is not dense, or part of other memory"
         if saved.node in mutated:
             return "it is written in place"
-        if any(node_stream(n) for n in (saved.node, *saved.members)):
+        if has_streams((saved.node, *saved.members), None):
             return "it is computed on a side stream"
         if not all(self.inputs[m.name].users for m in saved.members):
             return "the backward doesn't read it"

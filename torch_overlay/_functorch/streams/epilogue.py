@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.fx import has_streams, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 
@@ -140,9 +140,9 @@ def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:
     """
     copied = fw_metadata.num_mutated_inp_runtime_indices
     views = autograd_nodes.view_streams(gm.graph)
-    has_streams = any(views) or any(node_stream(n) for n in gm.graph.nodes)
     # A result that is a subclass is several values of the graph.
-    if has_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
+    on_streams = any(views) or has_streams(gm.graph.nodes, None)
+    if on_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
         _note_dropped_outputs(gm, fw_metadata)
         streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, views[copied:])]
         if any(streams):

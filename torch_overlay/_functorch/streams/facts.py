@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._functorch.streams.fx import node_stream, set_custom
+from torch_overlay._functorch.streams.fx import has_streams, node_stream, set_custom
 from torch_overlay._functorch.streams.tokens import state
 
 
@@ -165,4 +165,4 @@ def merged(first: Fact, second: Fact) -> Fact:
 
 def is_placed_program(graph: Graph) -> bool:
     """True if `placement` has seen the graph, or if an operation in it runs on a stream of its own."""
-    return any(fact_of(node).leave is not None or node_stream(node) for node in graph.nodes)
+    return has_streams(graph.nodes, lambda node: fact_of(node).leave is not None)

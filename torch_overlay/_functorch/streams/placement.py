@@ -39,6 +39,7 @@ from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
     DEALLOC,
+    has_streams,
     is_backward,
     is_stream_op,
     launches_kernels,
@@ -239,7 +240,7 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
         split_lists(gm.graph)
     nodes = list(gm.graph.nodes)
     _place_subgraphs(gm)
-    if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not orders_by_blocking(nodes, frame):
+    if not has_streams(nodes) and not orders_by_blocking(nodes, frame):
         for node in nodes:
             if "stream" in node.meta.get("custom", {}):
                 place_on(node, CALLERS_STREAM)

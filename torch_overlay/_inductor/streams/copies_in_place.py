@@ -39,6 +39,7 @@ from torch_overlay._functorch.streams.facts import fact_of, merged, replace_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
+    has_streams,
     is_asynchronous_copy,
     is_synchronization,
     is_view,
@@ -416,7 +417,11 @@ def computed_in_place(graph: Any, node: Node) -> bool:
         return False
     args: Any = node.args
     part, result = args[:2]
-    if not isinstance(result, torch.fx.Node) or len(result.users) > 1 or not _has_streams(graph):
+    if (
+        not isinstance(result, torch.fx.Node)
+        or len(result.users) > 1
+        or not has_streams(graph.module.graph.nodes, None)
+    ):
         return False
     kernel, target = graph.env[result], graph.env[part]
     while isinstance(kernel, ir.MutableBox):
@@ -440,10 +445,6 @@ def computed_in_place(graph: Any, node: Node) -> bool:
     kernel.layout, kernel.output_view = ir.MutationLayoutSHOULDREMOVE(view), view
     kernel.origins = OrderedSet([*kernel.origins, node])
     return True
-
-
-def _has_streams(graph: Any) -> bool:
-    return any(node_stream(n) for n in graph.module.graph.nodes)
 
 
 def write_back_parts(graph: Graph) -> None:

@@ -56,7 +56,15 @@ from torch_overlay._functorch.streams.facts import (
     note_fact,
     union_of_facts,
 )
-from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, is_view, node_stream, place_on, viewed
+from torch_overlay._functorch.streams.fx import (
+    blocks_host,
+    has_streams,
+    is_stream_op,
+    is_view,
+    node_stream,
+    place_on,
+    viewed,
+)
 from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
@@ -224,11 +232,6 @@ def is_placed(custom: Custom | None) -> bool:
     return fact_in(custom).is_placed
 
 
-def needs_streams(custom: Custom | None) -> bool:
-    """True if a graph with a node of this metadata has to be placed."""
-    return custom is not None and bool(custom.get("stream") or fact_in(custom).has_tokens)
-
-
 class NewNodes:
     """Places the new nodes of a pass. `replaced`: the new nodes in the order of the graph, each with those that it
     replaces. Nodes of a region's body have streams and no tokens (`has_tokens`).
@@ -311,13 +314,14 @@ def _keep_marks(node: Node, gone: Sequence[Custom]) -> None:
         note_fact(node, is_dropped=True)
 
 
-def has_streams(graph: Graph) -> bool:
-    return any(needs_streams(node.meta.get("custom")) for node in graph.nodes)
+def needs_placement(nodes: Iterable[Node]) -> bool:
+    """True if a graph with these nodes has to be placed: all that passes make in it, too."""
+    return has_streams(nodes, lambda node: fact_of(node).has_tokens)
 
 
 def begin_pass(gm: GraphModule) -> PassLog | None:
     """Begin to log a pass over a graph with streams; None for another graph, and within a pass that is logged."""
-    if PassLog.of(gm.graph) is not None or not has_streams(gm.graph):
+    if PassLog.of(gm.graph) is not None or not needs_placement(gm.graph.nodes):
         return None
     return PassLog(
         gm,
@@ -477,7 +481,7 @@ def _shared(graph: Graph) -> Iterable[Node]:
     """Yield the scatters of each chain (the base of one is the result of another) whose values several streams use, in
     this graph or, if the base is an input, in the code around the graph.
     """
-    has_streams = any(map(node_stream, graph.nodes))
+    on_streams = has_streams(graph.nodes, None)
     chains: dict[Node, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
         if node.meta["val"].device.type == "cpu":
@@ -487,7 +491,7 @@ def _shared(graph: Graph) -> Iterable[Node]:
         chains[node].append(node)
     for chain in {id(chain): chain for chain in chains.values()}.values():
         is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
-        if has_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
+        if on_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
             yield from chain
 
 
@@ -533,7 +537,7 @@ def apply_graph_pass(
     a side stream's branch that is the latest moment at which it can be launched, after all the work that it was to run
     beside.
     """
-    if observer.passname == "reorder_for_locality" and handles_streams() and has_streams(observer.gm.graph):
+    if observer.passname == "reorder_for_locality" and handles_streams() and needs_placement(observer.gm.graph.nodes):
         return None
     return original(observer, run)
 
@@ -551,4 +555,4 @@ def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -
     return IN_PLACE in node.meta or original(node)
 
 
-__all__ = ["is_placed", "is_write", "needs_streams", "NewNodes", "PassLog", "Placed"]
+__all__ = ["is_placed", "is_write", "needs_placement", "NewNodes", "PassLog", "Placed"]

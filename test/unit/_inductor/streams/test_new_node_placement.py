@@ -8,7 +8,7 @@ import form  # noqa: F401
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
-from torch_overlay._inductor.streams.fx_passes import is_write, needs_streams, NewNodes, PassLog, Placed
+from torch_overlay._inductor.streams.fx_passes import is_write, needs_placement, NewNodes, PassLog, Placed
 
 
 aten, streams = torch.ops.aten, torch.ops.streams
@@ -273,15 +273,15 @@ class TestOtherNodes(NewNodesTestCase):
 
     def test_graphs_that_need_streams(self):
         node = graph_of(0).graph.output_node().args[0][0]
-        self.assertTrue(needs_streams(node.meta["custom"]))
+        self.assertTrue(needs_placement([node]))
         note_fact(node, after=(), before=())
-        self.assertFalse(needs_streams(node.meta["custom"]))
+        self.assertFalse(needs_placement([node]))
         place_on(node, 1)
-        self.assertTrue(needs_streams(node.meta["custom"]))
-        self.assertFalse(needs_streams(None))
+        self.assertTrue(needs_placement([node]))
+        self.assertFalse(needs_placement([]))
         note_fact(node, before=(state(2),))
         place_on(node, 0)
-        self.assertTrue(needs_streams(node.meta["custom"]))
+        self.assertTrue(needs_placement([node]))
 
 
 class TestPassLog(NewNodesTestCase):
