@@ -33,7 +33,7 @@ from torch_overlay._functorch.streams.fx import (
     is_stream_op,
     is_view,
     node_stream,
-    viewed,
+    storage_node,
 )
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._stream_handling import handles_streams
@@ -89,7 +89,7 @@ class NoOpPass:
                 value, copied = self._behind(gone, node.all_input_nodes)
                 if value is None or not copied:
                     continue
-                first, owner = copied[-1], viewed(value)
+                first, owner = copied[-1], storage_node(value)
                 is_elsewhere = any(_is_read_elsewhere(c, reader) for c in copied for reader in readers)
                 if is_elsewhere and (owner in returned or _may_be_callers(owner)):
                     self._copy(first, value)
@@ -106,11 +106,13 @@ class NoOpPass:
                 bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
                 gone[maker] = (after[results[0][0]] if bases[0] is None else bases[0].args[0]), bases
         for maker, (value, bases) in gone.items():
-            owner = viewed(value)
+            owner = storage_node(value)
             shared = owner in taken or _may_be_callers(owner)
             # A stream that is ordered after the result may overwrite it while the value behind it is still read.
             others = self._readers(owner, lambda n: n.users) - self._readers(maker, users.__getitem__)
-            others |= {other for other, (given, _) in gone.items() if other is not maker and viewed(given) is owner}
+            others |= {
+                other for other, (given, _) in gone.items() if other is not maker and storage_node(given) is owner
+            }
             # The first removed operation read the value, on its stream; who waits for the last one waited for it.
             _, removed = self._behind(maker, (value,))
             first = removed[-1] if removed else maker

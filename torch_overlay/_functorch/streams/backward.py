@@ -70,7 +70,7 @@ from torch_overlay._functorch.streams.fx import (
     launches_kernels,
     node_stream,
     place_on,
-    viewed,
+    storage_node,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager
@@ -150,7 +150,7 @@ def place_computed_early(graph: Graph) -> None:
             waited.setdefault(stream, set()).update(fact.after or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
-            stream, made = node_stream(node), viewed(node)
+            stream, made = node_stream(node), storage_node(node)
             after = waited.get(stream, {CALLER} - {state(stream)})
             before: Collection[Token] = {CALLER} if joined.get(stream) else promised.get(stream, set())
             if made is not node and made.op == "call_function":  # others wait for the node that made the memory

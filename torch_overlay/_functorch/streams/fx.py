@@ -77,7 +77,7 @@ def is_view_operator(target: Any) -> bool:
     )
 
 
-def viewed(node: Node) -> Node:
+def storage_node(node: Node) -> Node:
     """Return the node whose memory a value names, below views of it."""
     while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
         is_view(node) or (node.target is operator.getitem and is_view(base))
@@ -137,7 +137,7 @@ def constants(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if updates_operands(node.target):  # it writes to values that were made from nothing
-            found.difference_update(map(viewed, node.all_input_nodes))
+            found.difference_update(map(storage_node, node.all_input_nodes))
         elif node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found

@@ -45,8 +45,8 @@ from torch_overlay._functorch.streams.fx import (
     is_backward,
     is_view,
     node_stream,
+    storage_node,
     updates_in_place,
-    viewed,
     written_arguments,
 )
 
@@ -326,7 +326,7 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
 
 def results_made(output: Node) -> set[Node]:
     """Return the nodes whose memory a graph's results name; for an operator with several outputs, the outputs."""
-    return {viewed(value) for value in output.all_input_nodes}
+    return {storage_node(value) for value in output.all_input_nodes}
 
 
 def saved_in_eager(graph: Graph) -> set[Node]:
@@ -334,7 +334,7 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     backward reads before the partitioner chooses what is computed again instead.
     """
     readers = [node for node in graph.nodes if node.op == "call_function" and is_backward(node)]
-    return {viewed(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
+    return {storage_node(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
 def result_memory(output: Node, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
@@ -407,7 +407,7 @@ def foreign_reads(
         if (storage := _storage(value)) is not None:
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream
-        own = viewed(value)
+        own = storage_node(value)
         if lives_on:
             found.add(ForeignRead(stream, "other"))
         else:

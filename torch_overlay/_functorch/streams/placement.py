@@ -46,7 +46,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     place_on,
     RECORD,
-    viewed,
+    storage_node,
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
@@ -75,7 +75,7 @@ _streams = torch.ops.streams
 
 def _named(value: Node) -> Iterator[Node]:
     """Yield a value and the views below it, down to the node whose memory the value names."""
-    root = viewed(value)
+    root = storage_node(value)
     yield value
     while value is not root:
         value = value.args[0]  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
     for value in pytree.tree_leaves(output.args):
         if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
             continue
-        made, root = writers_of_elements(value), viewed(value)
+        made, root = writers_of_elements(value), storage_node(value)
         if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
             continue
         tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in made]
@@ -187,7 +187,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) ->
             continue
         # A view does nothing on a stream. Inductor may give a view that is returned memory of its own, which is filled
         # where the view's base is, and may make a view of a constant a constant of its own.
-        made = viewed(node)
+        made = storage_node(node)
         maker = made if made in known or (node in values and made.op == "call_function") else node
         stream = node_stream(maker)
         # Note [A backward is a region of its own]

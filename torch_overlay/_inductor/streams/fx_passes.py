@@ -63,7 +63,7 @@ from torch_overlay._functorch.streams.fx import (
     is_view,
     node_stream,
     place_on,
-    viewed,
+    storage_node,
 )
 from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.memory import results_made
@@ -254,7 +254,7 @@ class NewNodes:
             else:
                 left.append(node)
         for node in reversed(left):
-            makers = [viewed(value) for value in node.all_input_nodes]
+            makers = [storage_node(value) for value in node.all_input_nodes]
             made = [self._known(maker.meta.get("custom")) for maker in makers if _computes(maker)]
             if known := [custom for custom in made if custom is not None]:
                 _place(node, known, reads=False)
@@ -291,7 +291,7 @@ def _computes(node: Node) -> bool:
 
 def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
     streams = [custom.get("stream") or 0 for custom in customs]
-    operands = {node_stream(viewed(value)) for value in node.all_input_nodes if value.op == "call_function"}
+    operands = {node_stream(storage_node(value)) for value in node.all_input_nodes if value.op == "call_function"}
     stream = node_stream(node) or next((s for s in streams if s in operands), streams[0])
     place_on(node, stream)
     made = union_of_facts(list(map(fact_in, customs)))
@@ -383,7 +383,7 @@ def _restore(graph: Graph, log: PassLog) -> None:
 def _given_to_caller(graph: Graph) -> set[Node]:
     """Return the values that are in the caller's memory in the end: results, and what is written back to inputs."""
     written = (copy.args for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
-    inputs = {viewed(value) for given, value, *_ in written if given.op == "placeholder"}
+    inputs = {storage_node(value) for given, value, *_ in written if given.op == "placeholder"}
     return results_made(graph.output_node()) | inputs
 
 
@@ -403,7 +403,7 @@ def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], 
         own = fact_of(user)
         if is_stream_op(user) or not own.is_placed or fact.after is None:
             continue
-        roots = set(map(viewed, taken))
+        roots = set(map(storage_node, taken))
         callers = any(root.op == "placeholder" for root in roots)
         if callers:
             add_after(user, [state(stream), *_ordering(fact.after)])

@@ -30,8 +30,8 @@ from torch_overlay._functorch.streams.fx import (
     is_synchronization,
     is_view,
     node_stream,
+    storage_node,
     updated_operands,
-    viewed,
 )
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation
 from torch_overlay._inductor.streams import ranges, ranges as stream_ranges
@@ -115,8 +115,8 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is RECORD_STREAM:
             continue
-        written = {viewed(value) for value in updated_operands(node)}
-        for memory in map(viewed, node.all_input_nodes):
+        written = {storage_node(value) for value in updated_operands(node)}
+        for memory in map(storage_node, node.all_input_nodes):
             if memory in last_write:
                 after[node].add(last_write[memory])
             if memory not in written:
@@ -166,7 +166,7 @@ def touches_callers_memory(node: torch.fx.Node) -> bool:
         node.op == "call_function"
         and not is_stream_op(node)
         and not is_view(node)
-        and any(viewed(value).op == "placeholder" for value in node.all_input_nodes)
+        and any(storage_node(value).op == "placeholder" for value in node.all_input_nodes)
     )
 
 

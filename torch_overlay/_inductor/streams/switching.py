@@ -19,9 +19,9 @@ allocation and the reuse:
 
 Put the blocks of side streams into ranges that profiles show: `profiler_ranges`, Note [Names in profiles].
 
-The emitter has marked where work on a stream begins, with the name of its range. `show_blocks` opens the range before
-the first line that allocates or launches there. It closes it where work on another stream begins, and where a block of
-Python or a range of the program's begins or ends, since ranges have to nest.
+The emitter has marked where work on a stream begins, with the name of its range. `add_stream_ranges` opens the range
+before the first line that allocates or launches there. It closes it where work on another stream begins, and where a
+block of Python or a range of the program's begins or ends, since ranges have to nest.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
 
 
 @dataclass
-class _Place:
-    """Where the lines of a region are."""
+class _OpenRange:
+    """The stream and the range of the lines of a region that come next."""
 
     emitter: Emitter
     stream: int | None = None
@@ -279,12 +279,12 @@ class _Place:
         self.is_open = not self.is_open
 
 
-def show_blocks(lines: list[Any]) -> list[Any]:
+def add_stream_ranges(lines: list[Any]) -> list[Any]:
     out: list[Any] = []
-    regions: list[_Place] = []
+    regions: list[_OpenRange] = []
     for line in lines:
         if isinstance(line, BeginRegion):
-            regions.append(_Place(line.emitter))
+            regions.append(_OpenRange(line.emitter))
         elif regions:
             _pass(out, regions[-1], line)
         out.append(line)
@@ -293,16 +293,16 @@ def show_blocks(lines: list[Any]) -> list[Any]:
     return out
 
 
-def _pass(out: list[Any], place: _Place, line: Any) -> None:
-    moves = isinstance(line, OnStream) and line.stream != place.stream
+def _pass(out: list[Any], current: _OpenRange, line: Any) -> None:
+    moves = isinstance(line, OnStream) and line.stream != current.stream
     is_boundary = isinstance(line, _BOUNDARIES) or _is_statement_apart(line)
-    if place.is_open and (moves or is_boundary):
-        place.write(out, "profiler_ranges.pop()")
+    if current.is_open and (moves or is_boundary):
+        current.write(out, "profiler_ranges.pop()")
     if moves:
-        place.stream, place.range = line.stream, line.range
-    works = isinstance(line, upstream.KernelCallLine) or needs(line, place.stream, place.emitter) is not None
-    if place.range and not (place.is_open or is_boundary or isinstance(line, OnStream)) and works:
-        place.write(out, f"profiler_ranges.push({place.range!r})")
+        current.stream, current.range = line.stream, line.range
+    works = isinstance(line, upstream.KernelCallLine) or needs(line, current.stream, current.emitter) is not None
+    if current.range and not (current.is_open or is_boundary or isinstance(line, OnStream)) and works:
+        current.write(out, f"profiler_ranges.push({current.range!r})")
 
 
 def _is_statement_apart(line: Any) -> bool:
@@ -310,4 +310,4 @@ def _is_statement_apart(line: Any) -> bool:
     return isinstance(line, str) and (line.rstrip().endswith(":") or line.startswith(RANGE_CALLS))
 
 
-__all__ = ["show_blocks"]
+__all__ = ["add_stream_ranges"]
