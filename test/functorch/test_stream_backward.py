@@ -339,9 +339,14 @@ class TestBoundary(TestCase):
     def test_memory_of_a_saved_tensor_is_freed_in_its_stream_s_order(self) -> None:
         """Written on stream 1 by the forward, read on the caller's stream: stream 1 must not get the block before."""
         ops = [
-            Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), before=frozenset()),
+            Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), promised_to=frozenset()),
             Op(
-                "next", 1, frozenset({"other"}), frozenset({"b"}), after=frozenset({CALLER}), before=frozenset({CALLER})
+                "next",
+                1,
+                frozenset({"other"}),
+                frozenset({"b"}),
+                after=frozenset({CALLER}),
+                promised_to=frozenset({CALLER}),
             ),
         ]
         saved = Buffer("saved", 0, fresh=False, saved_on=1)

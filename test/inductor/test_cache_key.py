@@ -95,7 +95,7 @@ class TestCacheKey(TestCase):
     def test_boundary_effects_of_a_node(self) -> None:
         def check(key) -> None:
             keys = set()
-            for known in ({}, {"after": ()}, {"after": (state(1),)}, {"before": (state(1),)}):
+            for known in ({}, {"after": ()}, {"after": (state(1),)}, {"promised_to": (state(1),)}):
                 gm = graph({"mul": 0})
                 note_fact(next(node for node in gm.graph.nodes if node.name == "mul"), **known)
                 keys.add(key(gm))

@@ -71,7 +71,7 @@ class NoOpPass:
         `with_streams`, all is on one stream.
         """
         self._left = set(self._output.graph.nodes)
-        if with_streams and has_streams(self._nodes, lambda node: bool(fact_of(node).before)):
+        if with_streams and has_streams(self._nodes, lambda node: bool(fact_of(node).promised_to)):
             self._keep_for_other_streams()
         if not self._left.issuperset(self._results):
             self._keep_results(with_streams)

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
+from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import has_streams, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
@@ -79,7 +79,7 @@ def follow_mutations(graph: Graph) -> None:
         if target.op != "placeholder" or value is None:
             continue
         place_on(copy, node_stream(value))
-        note_fact(copy, after=fact_of(value).after, before=fact_of(value).before)
+        note_fact(copy, after=fact_of(value).after, promised_to=fact_of(value).promised_to)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _promise_outputs(values: list[Node]) -> None:
     """Order the caller's stream after the values: the caller writes them back on its own stream."""
     for value in values:
         if node_stream(value) != CALLERS_STREAM:
-            add_before(value, (CALLER,))
+            add_promised(value, (CALLER,))
 
 
 def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:

@@ -6,10 +6,10 @@ dependencies are order] in `streams.planner`), and erases them. Two vector-clock
 
 - forward: which states of the caller had each stream waited for when this node was issued? -> `Fact.after`
 - backward: which streams, events and host synchronisations had the user ordered after this node by the end? ->
-  `Fact.before`
-- the forward walk's last state: which of the caller's states is each stream ordered after at the end? -> `Fact.leave`,
-  the same on every node, because it belongs to the graph. It includes what the host learns from a copy that blocks it,
-  which holds even if the copy is left out.
+  `Fact.promised_to`
+- the forward walk's last state: which of the caller's states is each stream ordered after at the end? ->
+  `Fact.exit_waits`, the same on every node, because it belongs to the graph. It includes what the host learns from a
+  copy that blocks it, which holds even if the copy is left out.
 
 The facts are made of tokens (`streams.tokens`). Operations that the outside can see stay in the graph: records of
 events that somebody else can read, host synchronisation, queries. Each carries the token that it makes true in
@@ -34,7 +34,7 @@ from torch_overlay._dynamo.range_ops import RANGES
 from torch_overlay._functorch.streams import autograd_nodes, memory
 from torch_overlay._functorch.streams.backward import mark_backward
 from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
-from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
+from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
@@ -114,7 +114,7 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
         if not late <= fact_of(root).promises:
             awaited.append((value, root))
         for node in _named(value):
-            add_before(node, known - late)
+            add_promised(node, known - late)
     return awaited
 
 
@@ -135,7 +135,7 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
             note_fact(
                 wait,
                 after=(),
-                before=(),
+                promised_to=(),
                 requires=tokens[stream],
                 order=order,
                 reads=None,
@@ -143,7 +143,7 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
                 eager_storage=(),
             )
         for node in _named(value):
-            add_before(node, (tokens[stream],))
+            add_promised(node, (tokens[stream],))
 
 
 def _place_subgraphs(gm: GraphModule) -> None:
@@ -174,15 +174,15 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) ->
     returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams, frame)
     kept = memory.results_made(output) | memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
-    (after, leave), before = program.after(), program.before()
+    (after, exit_waits), before = program.after(), program.promised_to()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
     # Nor has a graph that launches no kernel whose result somebody reads. The user's operations stay as they are.
     has_kernels = launches_kernels(gm)
     if not has_kernels:
-        leave = ()
+        exit_waits = ()
     for node in nodes:
-        if node.op == "placeholder" and leave and not is_backward(node):
-            note_fact(node, leave=leave, results=results)
+        if node.op == "placeholder" and exit_waits and not is_backward(node):
+            note_fact(node, exit_waits=exit_waits, results=results)
         if node.op != "call_function":
             continue
         # A view does nothing on a stream. Inductor may give a view that is returned memory of its own, which is filled
@@ -199,8 +199,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) ->
         note_fact(
             node,
             after=tuple(sorted(waited)),
-            before=tuple(sorted(before.get(maker, frozenset()) | engine)),
-            leave=None if is_backward(node) else leave,
+            promised_to=tuple(sorted(before.get(maker, frozenset()) | engine)),
+            exit_waits=None if is_backward(node) else exit_waits,
             reads=memory.foreign_reads(node, returned, kept, frame.goes_on) if reads_memory else None,
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),

@@ -24,7 +24,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.facts import Leave
+from torch_overlay._functorch.streams.facts import ExitWait
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
@@ -142,7 +142,7 @@ class Program:
             return node.args[0] in self.observed
         return node.target not in (*WAITS, DEALLOC)
 
-    def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[Leave, ...]]:
+    def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[ExitWait, ...]]:
         """Return the caller's states that each node's stream has waited for when the node is issued, and those that
         each stream has waited for in the end.
         """
@@ -192,10 +192,10 @@ class Program:
         ends: list[tuple[int, frozenset[Token], Token | None]] = [(s, tokens, None) for s, tokens in clock.items()]
         for copy, states in learnt.items():
             ends += [(stream, states - {state(stream)} - clock[stream], copy) for stream in self.streams]
-        leave = [Leave(stream, tuple(sorted(tokens)), copy) for stream, tokens, copy in ends if tokens]
-        return found, tuple(sorted(leave, key=lambda end: (end.stream, end.tokens, end.unless or ())))
+        exit_waits = [ExitWait(stream, tuple(sorted(tokens)), copy) for stream, tokens, copy in ends if tokens]
+        return found, tuple(sorted(exit_waits, key=lambda end: (end.stream, end.tokens, end.unless or ())))
 
-    def before(self) -> dict[Node, frozenset[Token]]:
+    def promised_to(self) -> dict[Node, frozenset[Token]]:
         """Return what the user has ordered after each node by the end of the graph."""
         promised: dict[int, frozenset[Token]] = defaultdict(frozenset)
         by_event: dict[int, frozenset[Token]] = defaultdict(frozenset)

@@ -25,7 +25,7 @@ from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import fx_origins, owner_of, stream_operation, user_stream
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
-    leaving,
+    exit_waits,
     private_streams,
     saved_on_streams,
     stream_devices,
@@ -66,7 +66,7 @@ def _outside(scheduler: Scheduler) -> tuple[list[int], list[int]]:
             tokens = {*(fact_of(origin).after or ()), *fact_of(origin).promises}
             streams |= streams_of(tokens)
             events |= events_of(tokens)
-    for end in leaving():
+    for end in exit_waits():
         streams |= streams_of(end.tokens) | ({end.stream} if not V.graph.is_backward else set())
         events |= events_of(end.tokens)
     streams |= {*nested_streams()}
@@ -78,7 +78,7 @@ def _left_behind(streams: Collection[int]) -> list[int]:
     """Return the other streams of the user that a backward orders at its exit, because it frees memory that the forward
     saved on them, or because gradients passed through them.
     """
-    engine = {end.stream for end in leaving()} - {CALLERS_STREAM} if V.graph.is_backward else set()
+    engine = {end.stream for end in exit_waits()} - {CALLERS_STREAM} if V.graph.is_backward else set()
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 

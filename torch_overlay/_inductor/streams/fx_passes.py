@@ -48,7 +48,7 @@ from torch._inductor.fx_passes import reinplace
 
 from torch_overlay._functorch.streams.facts import (
     add_after,
-    add_before,
+    add_promised,
     Fact,
     fact_in,
     fact_of,
@@ -295,7 +295,7 @@ def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
     stream = node_stream(node) or next((s for s in streams if s in operands), streams[0])
     place_on(node, stream)
     made = union_of_facts(list(map(fact_in, customs)))
-    for name in made.keys() & {"after", "before"}:
+    for name in made.keys() & {"after", "promised_to"}:
         made[name] = tuple(sorted({*made[name], *map(state, streams)} - {state(stream)}))
     if not reads or {*streams} != {stream}:
         made["reads"] = None
@@ -393,9 +393,9 @@ def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], 
     The caller's memory is still read when that node would have read it: after what the node's stream had waited for,
     and before what the user ordered after the node, or does on its stream later. A copy that blocks the host may have
     come between, and then the reader comes after the copy. The caller gets a result's memory at the end, and an input's
-    memory has its new value then: for those, only the tokens in `before` are transferred. Whose memory is read in eager
-    (`reads`) is transferred to readers on the same stream only; where the user orders that memory's stream after the
-    node, eager may free the memory then, so that token is transferred, too.
+    memory has its new value then: for those, only the tokens in `promised_to` are transferred. Whose memory is read in
+    eager (`reads`) is transferred to readers on the same stream only; where the user orders that memory's stream after
+    the node, eager may free the memory then, so that token is transferred, too.
     """
     custom: Any = before[gone].custom
     fact, stream = fact_in(custom), custom.get("stream") or 0
@@ -408,10 +408,10 @@ def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], 
         if callers:
             add_after(user, [state(stream), *_ordering(fact.after)])
         if callers or not roots.isdisjoint(results):
-            add_before(user, [state(stream), *_ordering(fact.before)])
+            add_promised(user, [state(stream), *_ordering(fact.promised_to)])
         if node_stream(user) == stream and fact.reads:
             note_fact(user, reads=tuple(sorted({*(own.reads or ()), *fact.reads})))
-            add_before(user, {state(read.stream) for read in fact.reads}.intersection(fact.before or ()))
+            add_promised(user, {state(read.stream) for read in fact.reads}.intersection(fact.promised_to or ()))
 
 
 def _ordering(tokens: tuple[Token, ...] | None) -> Iterator[Token]:

@@ -57,7 +57,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     _keep_updates_in_order(nodes, after)
     carriers: dict[Token | None, list[torch.fx.Node]] = {}
     for node in nodes:
-        for token in fact_of(node).before or ():
+        for token in fact_of(node).promised_to or ():
             carriers.setdefault(token, []).append(node)
     visible.sort(key=lambda n: fact_of(n).order or 0)
     for previous, node in itertools.pairwise(visible):
@@ -207,7 +207,7 @@ def order_stream_operations(scheduler: Any) -> None:
                 launched.update(dict.fromkeys(own, place))
                 dependencies.update(ranges.get(place - 1, ()))
         for origin in fx_origins(node):
-            for token in fact_of(origin).before or ():
+            for token in fact_of(origin).promised_to or ():
                 carriers.setdefault(token, []).extend(own)
 
 

@@ -69,7 +69,7 @@ class JointCase(TestCase):
 
     def order(self, *leaves):
         order_after_gradients(self.graph, engine_streams(self.graph, leaves))
-        return {node.name: fact_of(node).before for node in self.graph.nodes if fact_of(node).before}
+        return {node.name: fact_of(node).promised_to for node in self.graph.nodes if fact_of(node).promised_to}
 
 
 class TestEngineStreams(JointCase):

@@ -30,7 +30,7 @@ class PartsCase(TestCase):
     def call(self, target, *args, stream=0, before=(), size=8):
         node = self.value(self.graph.call_function(target, args), size)
         place_on(node, stream)
-        note_fact(node, after=(), before=tuple(sorted(before)))
+        note_fact(node, after=(), promised_to=tuple(sorted(before)))
         return node
 
     def made(self, *before, stream=1):
@@ -59,7 +59,7 @@ class PartsCase(TestCase):
         return promise_parts(self.graph.output(values))
 
     def before(self, *nodes):
-        return [set(fact_of(node).before or ()) for node in nodes]
+        return [set(fact_of(node).promised_to or ()) for node in nodes]
 
 
 class TestPromises(PartsCase):

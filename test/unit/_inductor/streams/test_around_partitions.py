@@ -14,7 +14,7 @@ from torch.fx import symbolic_trace
 import form  # noqa: F401
 from stand_ins.schedules import Program, ProgramCase
 from torch_overlay import frame_facts
-from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemory
+from torch_overlay._functorch.streams.facts import ExitWait, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
@@ -25,7 +25,7 @@ from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 aten, streams = torch.ops.aten, torch.ops.streams
 BACKWARD = {"is_backward": True, "is_inference": False}
-FORKED = {"after": (CALLER,), "before": (CALLER,)}
+FORKED = {"after": (CALLER,), "promised_to": (CALLER,)}
 
 
 class OnTheCallersStream(CUDAGraphPolicy):
@@ -33,7 +33,7 @@ class OnTheCallersStream(CUDAGraphPolicy):
 
 
 class PartitionsTestCase(ProgramCase):
-    facts = {"after": (), "before": ()}
+    facts = {"after": (), "promised_to": ()}
 
     def setUp(self):
         super().setUp()
@@ -95,7 +95,7 @@ class TestOrder(PartitionsTestCase):
         self.assertEqual(self.known, {0: {state(1)}, 1: set()})
 
     def test_streams_that_are_settled_inside(self):
-        node = self.product(leave=(Leave(2, (state(3),)),), stream=1, **FORKED)
+        node = self.product(exit_waits=(ExitWait(2, (state(3),)),), stream=1, **FORKED)
         self.around(node, settled=[1, 2])
         waiting = [stream for kind, _, stream in self.spec().exit if kind == "wait_exit"]
         self.assertEqual(waiting, ["stream3_outer"])

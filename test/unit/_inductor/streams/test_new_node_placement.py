@@ -22,7 +22,7 @@ def graph_of(*places):
     for i, stream in enumerate(places):
         value = graph.call_function(aten.relu.default, (value,), name=f"relu_{i}")
         place_on(value, stream)
-        note_fact(value, after=(caller_event(i),), before=(caller_event(10 + i),))
+        note_fact(value, after=(caller_event(i),), promised_to=(caller_event(10 + i),))
         made.append(value)
     graph.output(tuple(made))
     return GraphModule(torch.nn.Module(), graph)
@@ -74,7 +74,7 @@ class NewNodesTestCase(TestCase):
         fact = fact_of(node)
         tokens = (
             known and tuple(-t.stream if t.stream is not None else t.event for t in known)
-            for known in (fact.after, fact.before)
+            for known in (fact.after, fact.promised_to)
         )
         return node_stream(node), *tokens
 
@@ -178,7 +178,7 @@ class TestReplacements(NewNodesTestCase):
         def change():
             new = self.replace(second, aten.sin.default)
             place_on(new, 5)
-            note_fact(new, after=(), before=())
+            note_fact(new, after=(), promised_to=())
 
         self.run_pass(change)
         self.assertEqual(self.placed("sin_default"), (5, (), ()))
@@ -274,12 +274,12 @@ class TestOtherNodes(NewNodesTestCase):
     def test_graphs_that_need_streams(self):
         node = graph_of(0).graph.output_node().args[0][0]
         self.assertTrue(needs_placement([node]))
-        note_fact(node, after=(), before=())
+        note_fact(node, after=(), promised_to=())
         self.assertFalse(needs_placement([node]))
         place_on(node, 1)
         self.assertTrue(needs_placement([node]))
         self.assertFalse(needs_placement([]))
-        note_fact(node, before=(state(2),))
+        note_fact(node, promised_to=(state(2),))
         place_on(node, 0)
         self.assertTrue(needs_placement([node]))
 
