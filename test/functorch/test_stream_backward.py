@@ -25,7 +25,7 @@ from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import backward_tables, compiled_backward, object_hooks, objects
+from torch_overlay._dynamo import backward_tables, compiled_backward, hooks, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
@@ -311,7 +311,7 @@ class TestBoundary(TestCase):
         note_fact(nodes["c"], memory=1)
         graph.output((nodes["x"],))
         backward = torch.fx.GraphModule({}, graph)
-        from torch_overlay._functorch.streams.placement_hooks import donated_buffers
+        from torch_overlay._functorch.streams.hooks import donated_buffers
 
         donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])
@@ -632,7 +632,7 @@ class TestTable(TestCase):
         with failure, self.assertRaisesRegex(RuntimeError, "a kernel fails"):
             loss.backward()
         self.assertIsNone(objects.current())
-        self.assertIsNone(object_hooks._thread.table)
+        self.assertIsNone(hooks._thread.table)
 
     @simulated_gpu()
     def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
