@@ -244,7 +244,7 @@ class TestPlacement(TestCase):
         (plan,) = region(seen, "backward").plans
         carriers = [op for op in plan.ops if op.stream == 1]
         self.assertTrue(carriers)
-        self.assertIn(CALLER, carriers[-1].before)
+        self.assertIn(CALLER, carriers[-1].promised_to)
         self.assertTrue(any(at == len(plan.ops) for e in plan.events for at, _ in e.waits), plan.table())
 
     def test_waits_of_the_forward_stay_there(self) -> None:
