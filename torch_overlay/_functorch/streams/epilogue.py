@@ -1,22 +1,19 @@
-"""Notes what the epilogue has to know of a graph's streams: the code of AOTAutograd that runs after the graph's.
+"""Order the code of AOTAutograd that runs after a graph's code: the epilogue.
 
-The epilogue copies the new values of inputs into them where autograd has to see the updates, and makes results anew
-that are views. The notes are in the metadata of the forward (`ViewAndMutationMeta`), which caches keep:
+The graph returns the new value of an input that needs a gradient and is updated in place, and the epilogue copies it
+into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for the
+update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream that
+waited for the update or made it, and the host, wait once more, and an event is recorded once more (`Promises`). The
+epilogue also makes results anew that are views, on the streams of the program.
+
+The notes that it needs are in the metadata of the forward (`ViewAndMutationMeta`), which caches keep:
 
 - `stream_promises`: what must come after these copies (`promises_of`);
 - `output_view_streams`: for each result, the streams on which it is viewed (`autograd_nodes.made_on`).
 
-Places the copies that AOTAutograd makes of inputs which the program updates in place.
-
-There are two: one of an input that needs a gradient, before all that the user wrote, and one that writes the new value
-back, at the end of the graph.
-
-Order work after the copies that write updates of inputs back, where autograd has to see the updates.
-
-The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
-copies it into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for
-the update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream
-that waited for the update or made it, and the host, wait once more, and an event is recorded once more.
+The copies of updated inputs that AOTAutograd makes inside of the graph are placed here, too: one of an input that needs
+a gradient, before all that the user wrote (`place_first_copies`), and one that writes the new value back, at the end of
+the graph (`follow_mutations`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Find the operations that the elements of a view come from, where only a part of its memory was updated.
-
-`v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
-update left alone is in eager what it was, and whoever had waited for `x + y` may read it; the same must hold of that
-column in the new value. Views are followed where they select along dimensions; any other view counts as all of
-its base.
-
-Find the memory of other streams that an operation reads in eager.
+"""Find whose memory a value is in eager, and the memory of other streams that an operation reads there.
 
 Eager frees a tensor with its last reference, and the allocator may at once reuse its block for work of the stream that
 allocated it, even if other streams still read it. A program that drops a side stream's tensor like that lives with the
@@ -19,15 +12,11 @@ race, and compiled code may do what eager does. But functional graphs have value
   function.
 - A forward frees what its backward computes again. Autograd keeps it for the backward in eager.
 
-This memory must not be freed while a stream reads it.
-
-The caller frees the graph's results, and relies on the stream whose memory each result is in eager. Where generated
-code allocates a result on another stream, it records eager's stream for the block (`result_memory`,
-`users_of_results` of `streams.saved_memory`).
-
-So each node of a traced graph keeps, in `Fact.reads`, the streams whose memory it reads in eager, apart from its own
-stream's, and what eager does with that memory. The planner's reader (`streams.reader`) settles at the exit all other
-reads, and those of a kernel that reads the same stream's memory in both ways.
+This memory must not be freed while a stream reads it. So each node of a traced graph keeps, in `Fact.reads`, the
+streams whose memory it reads in eager, apart from its own stream's, and what eager does with that memory. The planner's
+reader (`streams.reader`) settles at the exit all other reads, and those of a kernel that reads the same stream's memory
+in both ways. The caller frees the graph's results, and relies on the stream whose memory each result is in eager: where
+generated code allocates a result on another stream, it records eager's stream for the block (`result_memory`).
 """
 
 from __future__ import annotations
@@ -63,9 +52,16 @@ _aten = torch.ops.aten
 Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along each dimension
 
 
+# Note [Elements that an update left alone]
+# `v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
+# update left alone is in eager what it was, and a stream that had waited for `x + y` may read it; the same must hold of
+# that column in the new value. Views are followed where they select along dimensions; any other view counts as all of
+# its base.
+
+
 def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
-    too few.
+    too few. See Note [Elements that an update left alone].
     """
     if box is None and (box := _whole(node)) is None:
         return {node}

@@ -13,13 +13,12 @@ dependencies are order] in `streams.planner`), and erases them. Two vector-clock
 
 The facts are made of tokens (`streams.tokens`). Operations that the outside can see stay in the graph: records of
 events that somebody else can read, host synchronisation, queries. Each carries the token that it makes true in
-`Fact.requires`; the scheduler orders it after the nodes that carry the token.
+`Fact.requires`; the scheduler orders it after the nodes that carry the token. An update in place makes a new value,
+which keeps the promises of the elements that it left alone (`promise_parts`).
 
 An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over the
 stream and the tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation,
 not by where the copy stands.
-
-Keeps what a program was promised of results that an update of other elements made anew.
 """
 
 from __future__ import annotations

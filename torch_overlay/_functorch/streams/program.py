@@ -1,19 +1,9 @@
 """Walk the user's stream program: what each node's stream has waited for, and what was ordered after each node.
 
-There are two vector-clock walks over the operations of one graph, in program order; `placement` writes their results on
-nodes.
-
-Find the copies between two GPUs, which eager orders with two streams though nobody wrote a wait.
-
-PyTorch runs a copy between GPUs on the stream that is current on the source's device. That stream first waits for the
-one that is current on the destination's device, which waits for it afterwards. So a copy is two waits of the user's
-stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
-node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
-
-Keeps the waits of copies between host and device for which the host waits.
-
-A program may rely on such a copy: all that the host launches later comes after it. The compiler may leave a copy out,
-and one operation on lists may be several copies, of which only some are between host and device.
+`Program` makes two vector-clock walks over the operations of one graph, in program order; `placement` writes their
+results on nodes. Two kinds of copies order work though nobody wrote a wait: a copy between two GPUs (Note [Copies
+between GPUs are two waits]), and a copy between host and device for which the host waits (Note [Copies that block the
+host]).
 """
 
 from __future__ import annotations
@@ -47,6 +37,13 @@ if TYPE_CHECKING:
 
     from torch_overlay._functorch.streams.tokens import Token
     from torch_overlay.frame_facts import FrameFacts
+
+
+# Note [Copies between GPUs are two waits]
+# PyTorch runs a copy between GPUs on the stream that is current on the source's device. That stream first waits for the
+# one that is current on the destination's device, which waits for it afterwards. So a copy is two waits of the user's
+# stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
+# node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
 
 
 _COPIES = (
@@ -237,6 +234,12 @@ class Program:
                 if blocks:
                     promised[stream] = promised[stream] | {self.tokens[node]}
         return found
+
+
+# Note [Copies that block the host]
+# A program may rely on such a copy: all that the host launches later comes after it. The compiler may leave a copy out,
+# and one operation on lists may be several copies, of which only some are between host and device. Where a copy may be
+# left out, its wait is kept (`keep_waits`), and lists are split into single copies (`split_lists`).
 
 
 KEPT_WITH_WAITS = ("custom", "stack_trace", "partitioner_tag", "seq_nr")  # in `meta`, of what the host waits for

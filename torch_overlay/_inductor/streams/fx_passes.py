@@ -2,39 +2,10 @@
 
 A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
 becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass, a
-node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces
-(`PassLog`, `NewNodes`). Where a node was removed because it did nothing, its readers take over the tokens
-that the caller relies on.
-
-Log the nodes that a pass over an FX graph makes, and the nodes that they replace.
-
-A pass works in steps: it creates nodes, then replaces or erases the old ones. FX reports each change to hooks of the
-graph's module, so the log knows of each new node which nodes it replaces:
-
-- the nodes whose readers it was given to, and what the same step erases of the same operands;
-- for a write in place, which nobody reads: the nodes that go in the same step and read the same values.
-
-Where a node is made and replaced within the pass, its replacement also replaces what that node had replaced.
-
-Place every operation that a pass makes: give it a stream, and tokens for what the caller relies on.
-
-A new node without a placement of its own is placed by the first of these rules that applies:
-
-1. A node takes the placement of those that it replaces (`PassLog`).
-2. A node that replaces none is computed for its readers, and runs where they do.
-3. A node that nobody reads but the caller runs where its operands were computed.
-
-Where those nodes are on several streams, the node takes the stream that its operands come from, or the first: any is
-right, for the planner orders what crosses streams. Tokens taken from another stream's node keep their meaning, so the
-node also gets the token of that stream's state.
-
-Keep updates of parts of one tensor from several streams in place.
-
-`torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
-scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
-updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
-whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
-are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
+node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces: a log
+of the pass knows these nodes (Note [Which nodes a new node replaces]), and rules place the new ones (Note [Rules of
+placement]). Where a node was removed because it did nothing, its readers take over the tokens that the caller relies
+on. One pass is made to keep updates in place that several streams share (Note [Parts of one tensor]).
 """
 
 from __future__ import annotations
@@ -103,6 +74,16 @@ class _Step:
     made: list[Node] = dataclasses.field(default_factory=list)
     replaced: dict[Node, None] = dataclasses.field(default_factory=dict)
     erased: dict[Node, None] = dataclasses.field(default_factory=dict)
+
+
+# Note [Which nodes a new node replaces]
+# A pass works in steps: it creates nodes, then replaces or erases the old ones. FX reports each change to hooks of the
+# graph's module, so the log knows of each new node which nodes it replaces:
+#
+# - the nodes whose readers it was given to, and what the same step erases of the same operands;
+# - for a write in place, which nobody reads: the nodes that go in the same step and read the same values.
+#
+# Where a node is made and replaced within the pass, its replacement also replaces what that node had replaced.
 
 
 class PassLog:
@@ -230,6 +211,18 @@ Custom = dict[str, Any]
 def is_placed(custom: Custom | None) -> bool:
     """True if the tokens are known, even if there are none."""
     return fact_in(custom).is_placed
+
+
+# Note [Rules of placement]
+# A new node without a placement of its own is placed by the first of these rules that applies:
+#
+# 1. A node takes the placement of those that it replaces (`PassLog`).
+# 2. A node that replaces none is computed for its readers, and runs where they do.
+# 3. A node that nobody reads but the caller runs where its operands were computed.
+#
+# Where those nodes are on several streams, the node takes the stream that its operands come from, or the first: any is
+# right, for the planner orders what crosses streams. Tokens taken from another stream's node keep their meaning, so the
+# node also gets the token of that stream's state.
 
 
 class NewNodes:
@@ -475,6 +468,14 @@ def _remove_writes_of_what_is_there(graph: Graph) -> None:
         if part is base and shown == [(view.target, tuple(view.args), view.kwargs) for view in views]:
             node.replace_all_uses_with(base)
             graph.erase_node(node)
+
+
+# Note [Parts of one tensor]
+# `torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
+# scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
+# updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
+# whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
+# are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
 
 
 def _shared(graph: Graph) -> Iterable[Node]:
