@@ -46,7 +46,7 @@ def place_first_copies(graph: Graph) -> None:
     the copy before all that the user wrote; it moves to the first of the user's operations that reads it, on that
     operation's stream.
     """
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
     for copy in graph.find_nodes(op="call_function", target=_aten.clone.default):
         is_users = not copy.meta.keys().isdisjoint(("from_node", "source_fn_stack"))
         if is_users or copy.args[0].op != "placeholder":  # type: ignore[union-attr]
@@ -57,8 +57,8 @@ def place_first_copies(graph: Graph) -> None:
             todo += filter(is_view, users)
             readers += [user for user in users if not is_view(user)]
         if readers:
-            min(copy.users, key=place.__getitem__).prepend(copy)
-            place_on(copy, node_stream(min(readers, key=place.__getitem__)))
+            min(copy.users, key=position.__getitem__).prepend(copy)
+            place_on(copy, node_stream(min(readers, key=position.__getitem__)))
 
 
 def _producer(value: Any) -> Node | None:

@@ -209,22 +209,22 @@ def _mutated_argument(node: Node) -> Node | None:
     """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
     results; None if the node is no new value of an argument.
     """
-    call, place = _call_and_place(node)
+    call, indices = _call_and_indices(node)
     if lists := _updated_lists(call):
-        which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
-        return lists[which[0]][place[-1]] if place and which else None
+        which = indices[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
+        return lists[which[0]][indices[-1]] if indices and which else None
     written = written_arguments(call)
-    return written.get(place[0]) if written and len(place) == 1 else None
+    return written.get(indices[0]) if written and len(indices) == 1 else None
 
 
-def _call_and_place(node: Node) -> tuple[Node, list[Any]]:
+def _call_and_indices(node: Node) -> tuple[Node, list[Any]]:
     """Return the operator that a value is a result of, and the indices that select the value from the results."""
-    place: list[Any] = []
+    indices: list[Any] = []
     call: Any = node
     while call.target is operator.getitem:
         call, index = call.args
-        place.insert(0, index)
-    return call, place
+        indices.insert(0, index)
+    return call, indices
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:
@@ -251,12 +251,12 @@ def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
     each in a list among the results.
     """
     if len(noted) > 1:
-        call, place = _call_and_place(node)
+        call, indices = _call_and_indices(node)
         results, index = call.meta.get("val"), 0
-        for i in place:
+        for i in indices:
             index += len(pytree.tree_leaves(results[:i])) if results else i
             results = results and results[i]
-        noted = noted[index:][:1] if place and not isinstance(results, (list, tuple)) else ()
+        noted = noted[index:][:1] if indices and not isinstance(results, (list, tuple)) else ()
     return noted[0] if noted else None
 
 

@@ -90,10 +90,10 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
     operation that the host waits for or asks stands between them. Otherwise, and where the host had waited, it waits
     for the update.
     """
-    place = {node: i for i, node in enumerate(output.graph.nodes)}
-    records = {fact_of(n).requires: i for n, i in place.items() if n.target is RECORD}
+    position = {node: i for i, node in enumerate(output.graph.nodes)}
+    records = {fact_of(n).requires: i for n, i in position.items() if n.target is RECORD}
     moves = (RECORD, *WAITS, DEALLOC)
-    fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
+    fixed = [i for n, i in position.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
     awaited = []
     for value in pytree.tree_leaves(output.args):
         if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
@@ -108,7 +108,7 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
         late = {
             t
             for t in known
-            if t.stream is None and (t not in records or any(records[t] < i < place[root] for i in fixed))
+            if t.stream is None and (t not in records or any(records[t] < i < position[root] for i in fixed))
         }
         if not late <= fact_of(root).promises:
             awaited.append((value, root))

@@ -193,9 +193,9 @@ def order_stream_operations(scheduler: Any) -> None:
             needed = list(earlier)
             for token in required(node):
                 needed += carriers.get(token, ())
-            for place in (stream_ranges.number(n) for n in fx_origins(node) if stream_ranges.is_range(n)):
-                needed += [name for name, known in launched.items() if place is not None and known <= place]
-                ranges[place or 0] = own
+            for number in (stream_ranges.number(n) for n in fx_origins(node) if stream_ranges.is_range(n)):
+                needed += [name for name, known in launched.items() if number is not None and known <= number]
+                ranges[number or 0] = own
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
             awaited |= own if any(map(is_synchronization, fx_origins(node))) else set()
@@ -203,9 +203,9 @@ def order_stream_operations(scheduler: Any) -> None:
         else:
             dependencies.update(awaited if any(map(touches_host_memory, fx_origins(node))) else ())
             dependencies.update(barriers if any(map(touches_callers_memory, fx_origins(node))) else ())
-            if (place := stream_ranges.largest(fx_origins(node))) is not None:
-                launched.update(dict.fromkeys(own, place))
-                dependencies.update(ranges.get(place - 1, ()))
+            if (number := stream_ranges.largest(fx_origins(node))) is not None:
+                launched.update(dict.fromkeys(own, number))
+                dependencies.update(ranges.get(number - 1, ()))
         for origin in fx_origins(node):
             for token in fact_of(origin).promised_to or ():
                 carriers.setdefault(token, []).extend(own)
@@ -224,21 +224,21 @@ def order_blocking_operations(scheduler: Any) -> None:
     nodes = list(graph.nodes)
     if not any(map(blocks_host, nodes)) or not is_placed_program(graph):
         return
-    place = {node: i for i, node in enumerate(nodes)}
-    launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # place of its last operation, stream, node, promises
+    position = {node: i for i, node in enumerate(nodes)}
+    launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # last position, stream, node, promises
     on_host: list[tuple[int, Any, frozenset[Token]]] = []  # of those, what touches the host's memory
     blocking: list[tuple[int, int, Any, Token | None]] = []
     for node in scheduler.nodes:
-        origins = sorted(fx_origins(node), key=place.__getitem__)
+        origins = sorted(fx_origins(node), key=position.__getitem__)
         if origins and stream_operation(node) is None:
             promises = frozenset(t for n in origins for t in fact_of(n).promises)
-            last = place[origins[-1]]
+            last = position[origins[-1]]
             launched.append((last, node_stream(origins[-1]), node, promises))
             if any(map(touches_host_memory, origins)):
                 on_host.append((last, node, promises))
             for n in filter(blocks_host, origins):
                 token = fact_of(n).requires
-                blocking.append((place[n], node_stream(n), node, token))
+                blocking.append((position[n], node_stream(n), node, token))
     readers = _readers(scheduler)
     for at, stream, node, _ in blocking:
         _order_after(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
