@@ -21,11 +21,14 @@ PACKAGE = "torch_overlay"
 LAYERS = (
     ("errors", "version", "csrc", "notes", "orders", "table"),
     ("config", "_options", "_stream_handling", "_logging", "seams", "hooks", "_functorch.offload.settings"),
-    # The words of FX graphs, and what is said of a node.
-    tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
-    ("_dynamo",),
+    # The words of FX graphs, and the facts about a node and about a frame.
+    ("frame_facts", *(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts"))),
+    # The objects behind the numbers of streams, and the operators on them. Dynamo's side hands all else that it knows
+    # of a frame down as `FrameFacts`.
+    ("_dynamo.objects", "_dynamo.ops", "_dynamo.range_ops"),
     ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams",),
+    ("_dynamo",),
     ("upstream_fixes",),
     (
         "_inductor.scheduler_nodes",
@@ -131,9 +134,10 @@ class TestImports(common.TestCase):
         edges = graph(modules(), inside=True)
         upward = [(a, b) for a, bs in edges.items() for b in bs if b in edges and layer_of(a) < layer_of(b)]
         self.assertEqual(upward, [])
+        self.assertLess(layer_of("_functorch.streams.placement"), layer_of("_dynamo.registry"))
 
     def test_each_module_has_a_layer(self) -> None:
-        self.assertEqual([layer_of(module) for module in ("_dynamo.ops", "_inductor.cache_key", "")], [3, 19, 22])
+        self.assertEqual([layer_of(module) for module in ("_dynamo.ops", "_dynamo.registry", "")], [3, 6, 23])
         with self.assertRaises(KeyError):
             layer_of("new_folder.module")
 

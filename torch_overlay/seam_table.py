@@ -310,7 +310,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- aot-stream-placement
     Seam(
         target="torch._functorch._aot_autograd.streams:wrap_all_sync_nodes_with_control_deps",
-        impl="torch_overlay._functorch.streams.placement_hooks:wrap_all_sync_nodes",
+        impl="torch_overlay._functorch.streams.hooks:wrap_all_sync_nodes",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="91585ff4694121db",
@@ -320,7 +320,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:insert_backward_syncs",
-        impl="torch_overlay._functorch.streams.placement_hooks:skip_pass",
+        impl="torch_overlay._functorch.streams.hooks:skip_pass",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="f9b0c513811477fe",
@@ -329,7 +329,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:sync_deallocations",
-        impl="torch_overlay._functorch.streams.placement_hooks:skip_pass",
+        impl="torch_overlay._functorch.streams.hooks:skip_pass",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3fd239a154b6e472",
@@ -339,7 +339,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:get_stream_or_current_stream",
-        impl="torch_overlay._functorch.streams.placement_hooks:stream_or_callers",
+        impl="torch_overlay._functorch.streams.hooks:stream_or_callers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="7baf07ae3af0231d",
@@ -348,7 +348,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:populate_fw_metadata_with_stream_indices",
-        impl="torch_overlay._functorch.streams.placement_hooks:populate_stream_indices",
+        impl="torch_overlay._functorch.streams.hooks:populate_stream_indices",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="b1e2f744c677eecc",
@@ -357,7 +357,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper",
-        impl="torch_overlay._functorch.streams.placement_hooks:create_runtime_wrapper",
+        impl="torch_overlay._functorch.streams.hooks:create_runtime_wrapper",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="9b68da67b495ecf6",
@@ -367,7 +367,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:make_output_handler",
-        impl="torch_overlay._functorch.streams.placement_hooks:make_output_handler",
+        impl="torch_overlay._functorch.streams.hooks:make_output_handler",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="656730093eae174f",
@@ -376,7 +376,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.functional_utils:gen_alias_from_base",
-        impl="torch_overlay._functorch.streams.placement_hooks:gen_alias_from_base",
+        impl="torch_overlay._functorch.streams.hooks:gen_alias_from_base",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e632759a3727c487",
@@ -385,7 +385,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:assign_backward_streams",
-        impl="torch_overlay._functorch.streams.placement_hooks:assign_backward_streams",
+        impl="torch_overlay._functorch.streams.hooks:assign_backward_streams",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="cc06e8512db5b9bf",
@@ -395,7 +395,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:_partition_joint_graph_into_fw_bw",
-        impl="torch_overlay._functorch.streams.placement_hooks:partition",
+        impl="torch_overlay._functorch.streams.hooks:partition",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="00558b6463098185",
@@ -422,7 +422,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:collect_bw_donated_buffer_idxs",
-        impl="torch_overlay._functorch.streams.placement_hooks:donated_buffers",
+        impl="torch_overlay._functorch.streams.hooks:donated_buffers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e2b478aa8a43ed48",
@@ -431,7 +431,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch.compile_utils:fx_graph_cse",
-        impl="torch_overlay._functorch.streams.placement_hooks:common_subexpressions",
+        impl="torch_overlay._functorch.streams.hooks:common_subexpressions",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3eefabf196b0dd91",
@@ -562,7 +562,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- dynamo-stream-objects
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",
-        impl="torch_overlay._dynamo.object_hooks:get_external_object_by_index",
+        impl="torch_overlay._dynamo.hooks:get_external_object_by_index",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="99f4ef8e01ac140d",
@@ -572,7 +572,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:set_external_object_by_index",
-        impl="torch_overlay._dynamo.object_hooks:set_external_object_by_index",
+        impl="torch_overlay._dynamo.hooks:set_external_object_by_index",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="e79bcc3823e0ef10",
@@ -582,7 +582,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:store_user_object_weakrefs",
-        impl="torch_overlay._dynamo.object_hooks:store_user_object_weakrefs",
+        impl="torch_overlay._dynamo.hooks:store_user_object_weakrefs",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="83740dd825e05b28",
@@ -591,7 +591,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:stash_graph_created_object",
-        impl="torch_overlay._dynamo.object_hooks:stash_graph_created_object",
+        impl="torch_overlay._dynamo.hooks:stash_graph_created_object",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="7361acf0399f5d67",
@@ -600,7 +600,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:reset_user_object_tracking",
-        impl="torch_overlay._dynamo.object_hooks:reset_user_object_tracking",
+        impl="torch_overlay._dynamo.hooks:reset_user_object_tracking",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="6ddf21791458c11e",
@@ -609,7 +609,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:register_user_object",
-        impl="torch_overlay._dynamo.object_hooks:register_user_object",
+        impl="torch_overlay._dynamo.hooks:register_user_object",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="804d02935348b3a5",
@@ -618,7 +618,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:has_user_objects",
-        impl="torch_overlay._dynamo.object_hooks:has_user_objects",
+        impl="torch_overlay._dynamo.hooks:has_user_objects",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8d4a598fbd40695a",
@@ -627,7 +627,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.codegen:PyCodegen.make_call_generated_code",
-        impl="torch_overlay._dynamo.object_hooks:make_call_generated_code",
+        impl="torch_overlay._dynamo.hooks:make_call_generated_code",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8d5cbea3f7fb5514",
@@ -637,7 +637,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.convert_frame:_compile",
-        impl="torch_overlay._dynamo.object_hooks:compile_frame",
+        impl="torch_overlay._dynamo.hooks:compile_frame",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8041208bb845db0c",
@@ -646,7 +646,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_snapshot_external_objects",
-        impl="torch_overlay._dynamo.object_hooks:snapshot_external_objects",
+        impl="torch_overlay._dynamo.hooks:snapshot_external_objects",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="76b7f6440a4a3232",
@@ -656,7 +656,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_AutogradBackwardCompiler.get_or_compile",
-        impl="torch_overlay._dynamo.object_hooks:backward_compiler",
+        impl="torch_overlay._dynamo.hooks:backward_compiler",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="b4bed2c5503e88c3",
@@ -747,7 +747,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.__init__",
-        impl="torch_overlay._dynamo.variable_hooks:stream_init",
+        impl="torch_overlay._dynamo.hooks:stream_init",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="040ee13983c32877",
@@ -759,7 +759,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:EventVariable.reconstruct",
-        impl="torch_overlay._dynamo.variable_hooks:reconstruct",
+        impl="torch_overlay._dynamo.hooks:reconstruct",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="a0e530b7295be3b3",
@@ -779,13 +779,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.__init__",
-        impl="torch_overlay._dynamo.output_graph:output_graph_init",
+        impl="torch_overlay._dynamo.hooks:output_graph_init",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="1c0fb204053434c9",
         why="A stream in a local variable crosses a graph break as a value; a branch in a stream context reads its "
         "tensor on the stream; an event may be recorded after a mutation of an input; profiler ranges that "
-        "nobody wants leave.",
+        "nobody wants leave; the backend gets the facts of the frame.",
         upstream="pytorch#187472, #184487, #195573, #197416",
         ends="StreamVariable is no ContextWrappingVariable, and upstream orders write-backs by the user's joins",
         methods=(
@@ -793,11 +793,12 @@ SEAMS: tuple[Seam, ...] = (
             "compile_subgraph",
             "cleanup_graph",
             "check_input_mutation_on_current_stream",
+            "call_user_compiler",
         ),
     ),
     Seam(
         target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers",
-        impl="torch_overlay._dynamo.variable_hooks:get_handlers",
+        impl="torch_overlay._dynamo.hooks:get_handlers",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="eb40a01300b912a1",
@@ -806,7 +807,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.functions:UserFunctionVariable.bind_args",
-        impl="torch_overlay._dynamo.variable_hooks:bind_args",
+        impl="torch_overlay._dynamo.hooks:bind_args",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="f75e14ba7e6bd01b",
@@ -815,7 +816,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.resolve_cls_descriptor",
-        impl="torch_overlay._dynamo.variable_hooks:resolve_cls_descriptor",
+        impl="torch_overlay._dynamo.hooks:resolve_cls_descriptor",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="314ff0994c3ff9a4",
@@ -842,7 +843,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
-        impl="torch_overlay._dynamo.variable_hooks:evaluate_expr",
+        impl="torch_overlay._dynamo.hooks:evaluate_expr",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="9968bab4758c545c",
@@ -865,7 +866,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
-        impl="torch_overlay._dynamo.variable_hooks:call_class",
+        impl="torch_overlay._dynamo.hooks:call_class",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="27889f42dbd488f8",
@@ -883,7 +884,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.symbolic_convert:InstructionTranslatorBase._maybe_emit_sync_dealloc",
-        impl="torch_overlay._dynamo.object_hooks:maybe_emit_sync_dealloc",
+        impl="torch_overlay._dynamo.hooks:maybe_emit_sync_dealloc",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="5ec7077bdee6794b",
@@ -902,7 +903,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.source:CurrentStreamSource.reconstruct",
-        impl="torch_overlay._dynamo.object_hooks:reconstruct_current_stream",
+        impl="torch_overlay._dynamo.hooks:reconstruct_current_stream",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="c8c0d7e3c55472b4",

@@ -26,12 +26,15 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 import form  # noqa: F401
-from torch_overlay._dynamo import objects, registry
+from torch_overlay import frame_facts
+from torch_overlay._dynamo import objects
 from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch_overlay.frame_facts import ObjectInfo
 
 GLOBAL_STREAMS: dict[Any, Any] = {}
 GLOBAL_EVENT: Any = None
@@ -54,19 +57,19 @@ def text(gm: torch.fx.GraphModule) -> str:
 
 
 class Graphs:
-    """A backend that keeps Dynamo's graphs, and what the registry knew about their objects, and runs them."""
+    """A backend that keeps Dynamo's graphs, and what Dynamo knew about their objects, and runs them."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.texts: list[str] = []
-        self.objects: list[tuple[registry.ObjectInfo, ...]] = []
+        self.objects: list[tuple[ObjectInfo, ...]] = []
         self.traced_at = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not self.texts:
             self.traced_at = len(self.log)
         self.texts.append(text(gm))
-        self.objects.append(registry.describe())
+        self.objects.append(frame_facts.current().objects)
         return lambda *inputs: Run(gm).run(*inputs)
 
     def __str__(self) -> str:

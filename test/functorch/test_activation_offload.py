@@ -331,7 +331,7 @@ class TestPlacement(TestCase):
     def test_planner_orders_an_operation_behind_a_copy_and_frees_there(self) -> None:
         ops = [
             Op("make", 0, writes=frozenset({"x"})),
-            Op("copy", 9, reads=frozenset({"x"}), writes=frozenset({"slab"}), before=frozenset({CALLER})),
+            Op("copy", 9, reads=frozenset({"x"}), writes=frozenset({"slab"}), promised_to=frozenset({CALLER})),
             Op("next", 0, writes=frozenset({"y"})),
             Op("last", 0, writes=frozenset({"z"}), order_after=frozenset({"copy"})),
         ]

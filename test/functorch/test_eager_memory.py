@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import operator
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
@@ -15,11 +13,11 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.memory import foreign_reads, memory_stream, record_inputs, result_memory
 from torch_overlay.analysis import check
+from torch_overlay.frame_facts import FrameFacts
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -167,10 +165,10 @@ class TestMemory(TestCase):
     def record(self, value: Node, stream: int) -> Node:
         return self.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
 
-    def streams_of(self, result: Node) -> list[tuple[int, ...]]:
+    def streams_of(self, result: Node, goes_on: bool = False) -> list[tuple[int, ...]]:
         output = self.graph.output((result,))
         output.meta["desc"] = [PlainAOTOutput(0)]
-        return [found.streams for found in result_memory(output, (1, 2))]
+        return [found.streams for found in result_memory(output, (1, 2), FrameFacts(goes_on=goes_on))]
 
     def test_of_results_that_were_recorded(self) -> None:
         """What was recorded for the memory before the last update holds for the memory after it."""
@@ -185,9 +183,7 @@ class TestMemory(TestCase):
         made = self.node(aten.mm.default, self.x, self.x, stream=1)
         view = self.node(aten.permute.default, made, [1, 0], stream=2)
         updated = self.node(aten.add.Tensor, made, 1, stream=2, written="add_")
-        goes_on = mock.patch.object(registry, "current", return_value=SimpleNamespace(goes_on=True))
-        with goes_on, mock.patch.object(registry, "describe", return_value=()):
-            self.assertEqual([self.streams_of(result) for result in (view, updated)], [[(1,)], [(1, 2)]])
+        self.assertEqual([self.streams_of(result, goes_on=True) for result in (view, updated)], [[(1,)], [(1, 2)]])
 
     def test_recorded_input_is_named_itself(self) -> None:
         """Whether the update, the value that is written back, or only its storage is known."""

@@ -25,7 +25,7 @@ from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import backward_tables, compiled_backward, object_hooks, objects
+from torch_overlay._dynamo import backward_tables, compiled_backward, hooks, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
@@ -244,7 +244,7 @@ class TestPlacement(TestCase):
         (plan,) = region(seen, "backward").plans
         carriers = [op for op in plan.ops if op.stream == 1]
         self.assertTrue(carriers)
-        self.assertIn(CALLER, carriers[-1].before)
+        self.assertIn(CALLER, carriers[-1].promised_to)
         self.assertTrue(any(at == len(plan.ops) for e in plan.events for at, _ in e.waits), plan.table())
 
     def test_waits_of_the_forward_stay_there(self) -> None:
@@ -311,7 +311,7 @@ class TestBoundary(TestCase):
         note_fact(nodes["c"], memory=1)
         graph.output((nodes["x"],))
         backward = torch.fx.GraphModule({}, graph)
-        from torch_overlay._functorch.streams.placement_hooks import donated_buffers
+        from torch_overlay._functorch.streams.hooks import donated_buffers
 
         donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])
@@ -339,9 +339,14 @@ class TestBoundary(TestCase):
     def test_memory_of_a_saved_tensor_is_freed_in_its_stream_s_order(self) -> None:
         """Written on stream 1 by the forward, read on the caller's stream: stream 1 must not get the block before."""
         ops = [
-            Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), before=frozenset()),
+            Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), promised_to=frozenset()),
             Op(
-                "next", 1, frozenset({"other"}), frozenset({"b"}), after=frozenset({CALLER}), before=frozenset({CALLER})
+                "next",
+                1,
+                frozenset({"other"}),
+                frozenset({"b"}),
+                after=frozenset({CALLER}),
+                promised_to=frozenset({CALLER}),
             ),
         ]
         saved = Buffer("saved", 0, fresh=False, saved_on=1)
@@ -627,7 +632,7 @@ class TestTable(TestCase):
         with failure, self.assertRaisesRegex(RuntimeError, "a kernel fails"):
             loss.backward()
         self.assertIsNone(objects.current())
-        self.assertIsNone(object_hooks._thread.table)
+        self.assertIsNone(hooks._thread.table)
 
     @simulated_gpu()
     def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
@@ -661,7 +666,7 @@ class TestTable(TestCase):
     def test_backward_compiled_after_other_frames_knows_its_own_objects(self) -> None:
         """A backward is compiled at its first call; the numbers of streams then are another frame's."""
         torch._dynamo.reset()
-        from torch_overlay._dynamo import registry
+        from torch_overlay import frame_facts
 
         x = torch.randn(8, 8, device="cuda", requires_grad=True)
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
@@ -678,11 +683,11 @@ class TestTable(TestCase):
         loss = torch.compile(forward, fullgraph=True)(x)
         self.make(two)(x.detach())
         described = []
-        describe = registry.describe
-        with mock.patch.object(registry, "describe", lambda: described.append(describe()) or described[-1]):
+        current = frame_facts.current
+        with mock.patch.object(frame_facts, "current", lambda: described.append(current()) or described[-1]):
             loss.backward()
         self.assertTrue(described)
-        origins = [sorted(i.origin for i in infos) for infos in described]
+        origins = [sorted(i.origin for i in facts.objects) for facts in described]
         self.assertEqual(origins, [["caller", "current", "frame"]] * len(origins))
 
     @simulated_gpu()

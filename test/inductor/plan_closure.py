@@ -28,7 +28,7 @@ def happens_before(plan, events):
     for w in plan.boundary_waits:
         if all(op.rerecords != w.token for op in plan.ops[: w.before]):  # else the event stands for something else
             boundary.setdefault((w.before, w.stream), []).append(w.token)
-    streams = set(plan.streams) | {s for op in plan.ops for s in streams_of(op.before)}
+    streams = set(plan.streams) | {s for op in plan.ops for s in streams_of(op.promised_to)}
     streams.add(CALLER)
     state = {s: {("entry", s)} for s in streams}
     for stream, tokens in plan.known.items():
@@ -58,7 +58,7 @@ def happens_before(plan, events):
             state[op.stream] |= {("entry", s) for w in waited for s in (w, *streams_of(plan.known.get(w, ())))}
             state[op.stream] |= {("token", t) for t in op.after if t.stream is None}
             for j in range(i):
-                if set(plan.ops[j].before) & set(op.requires) and j in done:
+                if set(plan.ops[j].promised_to) & set(op.requires) and j in done:
                     state[op.stream] |= done[j]
         state[op.stream].add(("op", i))
         done[i] = frozenset(state[op.stream])
@@ -114,7 +114,7 @@ def obligations(plan, buffers, done):
                     found.add((("op", taken[b.name]), i))
         for token in op.requires:
             if not op.waits:
-                found |= {(("op", j), i) for j in range(i) if token in plan.ops[j].before}
+                found |= {(("op", j), i) for j in range(i) if token in plan.ops[j].promised_to}
         for token in op.after:
             found.add(((("entry", token.stream) if token.stream is not None else ("token", token)), i))
         accesses.append((i, reads, writes))
@@ -124,7 +124,7 @@ def obligations(plan, buffers, done):
         if not op.rerecords or done[i] - {("op", i)} != before:
             last_on[op.stream] = i
     for i, op in enumerate(plan.ops):
-        found |= {(("op", i), ("exit", stream)) for stream in streams_of(op.before)}
+        found |= {(("op", i), ("exit", stream)) for stream in streams_of(op.promised_to)}
     for buffer in buffers:
         owner = buffer.stream if buffer.saved_on is None else buffer.saved_on
         if buffer.settles and ("exit", owner) in done:

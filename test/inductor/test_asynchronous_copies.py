@@ -147,7 +147,7 @@ class TestCode(TestCase):
         awaited = graph.call_function(aten.neg.default, (x,))
         graph.output((before, after, awaited))
         note_fact(wait, requires=synchronization(0), order=0)
-        note_fact(awaited, before=(synchronization(0),))
+        note_fact(awaited, promised_to=(synchronization(0),))
         order_graph(graph)
         order = [node for node in graph.nodes if node in (before, awaited, wait, update, after)]
         self.assertEqual(order, [before, awaited, wait, update, after])

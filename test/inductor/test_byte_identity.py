@@ -236,7 +236,7 @@ class TestByteIdentity(unittest.TestCase):
             model = nn.Linear(16, 16).cuda()
             return lambda x: model(x).tanh().sum(), (cuda(4, 16),)
 
-        # A relaunched backward writes over nothing that was saved: `streams.placement_hooks.donated_buffers`.
+        # A relaunched backward writes over nothing that was saved: `streams.hooks.donated_buffers`.
         with functorch_config.patch(donated_buffer=False):
             self.check(make, wrappers=2, backward=True, mode="reduce-overhead")
         with overlay_config.patch(cudagraphs="trees"):

@@ -15,11 +15,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import form
-from torch_overlay import config, version
+from torch_overlay import config, frame_facts, version
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.relaunch.rewrites.graph import compiling, Resident, Rewrite, Rewrites
+from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
 def double_plus_one(x):
@@ -94,7 +95,7 @@ class TestCacheKey(TestCase):
     def test_boundary_effects_of_a_node(self) -> None:
         def check(key) -> None:
             keys = set()
-            for known in ({}, {"after": ()}, {"after": (state(1),)}, {"before": (state(1),)}):
+            for known in ({}, {"after": ()}, {"after": (state(1),)}, {"promised_to": (state(1),)}):
                 gm = graph({"mul": 0})
                 note_fact(next(node for node in gm.graph.nodes if node.name == "mul"), **known)
                 keys.add(key(gm))
@@ -103,14 +104,12 @@ class TestCacheKey(TestCase):
         self.for_both(check)
 
     def test_objects_that_escape_enter_the_key_of_dynamos_graph_only(self) -> None:
-        from torch_overlay._dynamo import registry
-
-        callers_stream = registry.ObjectInfo(0, "current", False, "stream", None)
-        inside = registry.ObjectInfo(1, "frame", False, "event", None)
-        outside = registry.ObjectInfo(1, "frame", True, "event", None)
+        callers_stream = ObjectInfo(0, "current", False, "stream", None)
+        inside = ObjectInfo(1, "frame", False, "event", None)
+        outside = ObjectInfo(1, "frame", True, "event", None)
         keys = []
         for described in ((), (callers_stream,), (callers_stream, inside), (callers_stream, outside)):
-            with mock.patch.object(registry, "describe", return_value=described):
+            with frame_facts.compiling(FrameFacts(described)):
                 keys.append((inductor_key(graph()), autograd_key(graph())))
         self.assertEqual(len({inductor for inductor, _ in keys}), 1)
         self.assertEqual(keys[0], keys[1])
@@ -140,13 +139,11 @@ class TestCacheKey(TestCase):
         self.for_both(check)
 
     def test_a_frame_that_reads_the_handle_of_a_stream_gets_no_graphs(self) -> None:
-        from torch_overlay._dynamo import registry
-
         def check(key) -> None:
             for asked in (True, False):
                 with torch._inductor.config.patch({"triton.cudagraphs": asked}):
                     before = key(graph())
-                    with mock.patch.object(registry.current(), "handle_is_read", True):
+                    with frame_facts.compiling(FrameFacts(handle_is_read=True)):
                         self.assertEqual(key(graph()) != before, asked)
 
         self.for_both(check)

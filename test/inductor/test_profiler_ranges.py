@@ -149,8 +149,8 @@ class TestLaunchesInC(TestLaunches, Native):
             with config.patch(nvtx=value):
                 run = self.runner(ADD)
             self.calls(run, 3)
-            ((state,), attempt) = run.states.values(), run.states.attempt
-            self.assertEqual(attempt != state.relaunch.call.attempt, is_named)
+            ((state,), try_launch) = run.states.values(), run.states.try_launch
+            self.assertEqual(try_launch != state.relaunch.call.try_launch, is_named)
 
 
 class TestPrograms(TestCase):

@@ -27,7 +27,7 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
 from stand_ins.relaunch_device import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, live, runner, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, runner, runners, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.causes import Code
@@ -177,32 +177,32 @@ class TestLifeOfARegion(RelaunchTestCase):
         (state,) = run.states.values()
         weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
         del state
-        live.forget_all()
+        runners.forget_all()
         self.assertEqual((len(called), len(run.states)), (1, 1))
 
     def test_all_is_gone_with_the_runner(self):
         gc.collect()
-        before = live.counts()
+        before = runners.counts()
         run = self.runner(ADD)
         for _ in range(3):
             run([torch.randn(4, 4), torch.randn(4, 4)])
-        self.assertEqual(live.counts()["templates"], before["templates"] + 1)
+        self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
         del run
         gc.collect()
-        self.assertEqual(live.counts(), before)
+        self.assertEqual(runners.counts(), before)
 
     def test_reset_gives_up_the_graphs_of_code_that_lives_on(self):
         gc.collect()
-        before = live.counts()
+        before = runners.counts()
         run = self.runner(ADD)
         for _rounds in range(2):
             for _ in range(3):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 self.assertEqual(run([x, w])[0], x * w + x)
-            self.assertEqual(live.counts()["templates"], before["templates"] + 1)
+            self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
             torch._dynamo.reset()
             gc.collect()
-            self.assertEqual(live.counts(), before)
+            self.assertEqual(runners.counts(), before)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
 
     def test_plan_that_another_thread_forgets_before_a_size_is_run(self):
@@ -986,7 +986,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
             x = torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
         (state,) = run.states.values()
-        self.assertEqual(run.states.attempt, state.relaunch.call.attempt)
+        self.assertEqual(run.states.try_launch, state.relaunch.call.try_launch)
         self.assertEqual(state.relaunch.totals[0], 3)
 
     def test_finalizer_in_a_launch_by_torch(self):
@@ -1019,9 +1019,9 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
         for moves in (False, False, False, True, False):
             if moves:
                 w = torch.randn(4, 4)
-            before = live.stats()["nodes_patched"]
+            before = runners.stats()["nodes_patched"]
             held.append(run([x, w]))  # a new output each time, by the second node; scratch is where it was, or not
-            patched.append(live.stats()["nodes_patched"] - before)
+            patched.append(runners.stats()["nodes_patched"] - before)
             self.assertEqual(held[-1][0], x * w + x)
         self.assertEqual(patched[1], 2, "the first launch sets all nodes")
         self.assertLessEqual(max(patched), 2)
@@ -1112,12 +1112,12 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
         x, w = torch.randn(4, 4), torch.randn(4, 4)
         for _ in range(3):
             run([x, w])
-        attempt = run.states.attempt
+        try_launch = run.states.try_launch
         self.device.launchers.clear()
         run.forget()
         gc.collect()
-        self.assertIsNone(run.states.attempt)
-        self.assertEqual(attempt([x, w])[0], x * w + x)
+        self.assertIsNone(run.states.try_launch)
+        self.assertEqual(try_launch([x, w])[0], x * w + x)
 
     def test_wrong_arguments(self):
         run = self.runner(ADD)
@@ -1132,7 +1132,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
             type(call)()
         with self.assertRaises(AttributeError):
             call.launch([torch.randn(4, 4), 3])
-        self.assertIsNone(call.attempt((torch.randn(4, 4), torch.randn(4, 4))))
+        self.assertIsNone(call.try_launch((torch.randn(4, 4), torch.randn(4, 4))))
 
 
 class TestReplayOfTorchInC(Native):
@@ -1226,7 +1226,7 @@ class TestStreamAndRawMemory(Native):
         for captured, broken in ((7, 0), (0, 7)):
             relaunch_driver.driver().library.stub_streams(captured, broken)
             call = next(iter(run.states.values())).relaunch.call
-            self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
         self.assertEqual(self.counted("relaunches"), before)
         self.device.captured_by_user = True
         self.check(run)
@@ -1237,7 +1237,7 @@ class TestStreamAndRawMemory(Native):
         self.device.stream_of = lambda index: inputs.clear() or 7
         call = next(iter(self.warm().states.values())).relaunch.call
         inputs += [torch.randn(4, 4), torch.randn(4, 4)]
-        self.assertIsNone(call.attempt(inputs))
+        self.assertIsNone(call.try_launch(inputs))
         inputs += [torch.randn(4, 4), torch.randn(4, 4)]
         with self.assertRaisesRegex(TypeError, r"launch\(\) wants a list of 2 inputs"):
             call.launch(inputs)
@@ -1254,10 +1254,10 @@ class TestStreamAndRawMemory(Native):
         run = self.warm()
         call = next(iter(run.states.values())).relaunch.call
         self.select(1, 0xBEEF)
-        self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
         self.check(run)
         self.device.selected = 0
-        self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
 
     def test_device_is_known_by_the_context(self):
         """Torch is asked for it where another context is current, or none was."""
@@ -1267,7 +1267,7 @@ class TestStreamAndRawMemory(Native):
         for forget, asked in ((lambda: None, 0), (library.forget_context, 1), (lambda: None, 0)):
             forget()
             before = self.device.asked
-            self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
             self.assertEqual(self.device.asked - before, asked)
 
     def test_thread_without_a_context_keeps_its_device(self):
@@ -1277,10 +1277,10 @@ class TestStreamAndRawMemory(Native):
         driver = relaunch_driver.driver()
         self.select(1, None)
         driver.take()
-        self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
         self.assertEqual(driver.take(), [])
         self.device.selected = 0
-        self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
         self.assertEqual(driver.take()[0][0], "context")
 
 
@@ -1361,7 +1361,7 @@ def region(args):
     def test_words_of_a_generator_are_fixed(self):
         from torch_overlay._inductor.relaunch.proof.nodes import FIXED
 
-        recording = self.device.record(1)
+        recording = self.device.new_recording(1)
         recording.fixed = [64, 128]
         held = capture.Capture(lambda args: args, [torch.ones(4)], [64], Plan(random=True), recording)
         segments = held.run(Code("region", 0)).segments
@@ -1406,10 +1406,10 @@ class TestFailures(RelaunchTestCase):
 
     def test_recording_whose_addresses_cannot_be_freed_leaves_the_others_closed(self):
         made = [mock.Mock(close=mock.Mock(side_effect=error)) for error in (None, RuntimeError("no"), None)]
-        work = mock.Mock(inputs=[], **{"device.record.side_effect": made})
-        with self.assertRaisesRegex(RuntimeError, "no"), make_graph.recordings(work) as record:
+        request = mock.Mock(inputs=[], **{"device.new_recording.side_effect": made})
+        with self.assertRaisesRegex(RuntimeError, "no"), make_graph.recordings(request) as new_recording:
             for gap in (1, 2, 3):
-                record(gap)
+                new_recording(gap)
         self.assertEqual([recording.close.call_count for recording in made], [1, 1, 1])
 
     def test_exception_of_the_region_reaches_the_caller_and_leaves_nothing(self):

@@ -453,10 +453,10 @@ class TestWhatASizeShows(AnySizeTestCase, RelaunchTestCase):
             finally:
                 device.selected = before
 
-        instantiate, record = device.instantiate, device.record
+        instantiate, new_recording = device.instantiate, device.new_recording
         device.guard = guard
         device.instantiate = lambda *args, **kwargs: made.append(device.selected) or instantiate(*args, **kwargs)
-        device.record = lambda *args: made.append(device.selected) or record(*args)
+        device.new_recording = lambda *args: made.append(device.selected) or new_recording(*args)
         for n, m in ((3, 5), (4, 6), (5, 5)):
             self.call(run, n, m)
         self.assertEqual((made, self.captures()), ([0, 0, 0], 2))

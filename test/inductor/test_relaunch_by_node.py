@@ -132,7 +132,7 @@ class TestInC(TestCase):
             first.forget()
             made = [
                 first,
-                first.like(dataclasses.replace(template, nodes=tuple(moved))),
+                first.with_template(dataclasses.replace(template, nodes=tuple(moved))),
                 executable.ByNode(template, (0, 1)),
             ]
         for each in made:

@@ -258,7 +258,7 @@ def region(args):
         refusal = Unprovable("allocator", "this allocator can't")
         for failures in ([refusal] * 9, [RuntimeError("first"), *[refusal] * 9]):
             causes._refused.clear()
-            with mock.patch.object(self.device, "record", side_effect=failures):
+            with mock.patch.object(self.device, "new_recording", side_effect=failures):
                 self.calls(self.runner(self.SOURCE))
             self.assertEqual([r.code for r in causes.refused()], ["allocator"])
 

@@ -19,7 +19,7 @@ import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import RelaunchTestCase
 from torch_overlay import config
-from torch_overlay._functorch.streams.placement_hooks import donated_buffers
+from torch_overlay._functorch.streams.hooks import donated_buffers
 from torch_overlay._inductor.relaunch import causes, runner
 from torch_overlay._inductor.relaunch.capture import address_space, device
 from torch_overlay._inductor.relaunch.capture.allocations import Lives

@@ -76,7 +76,7 @@ class TestNumbers(NumbersTestCase):
     def test_region_without_a_key_is_launched_at_once(self):
         fn = self.region()
         self.check(fn, range(3))
-        self.assertTrue(fn.states.attempt is not None or self.native_module() is None)
+        self.assertTrue(fn.states.try_launch is not None or self.native_module() is None)
 
     def test_computed_in_python(self):
         self.check(

@@ -33,7 +33,7 @@ from generated_text import normalised
 from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase
 from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
-from torch_overlay._inductor.relaunch import causes, coverage, live, policy
+from torch_overlay._inductor.relaunch import causes, coverage, policy, runners
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.cudagraphs import RelaunchPolicy
@@ -195,13 +195,13 @@ class TestOnTheHost(RelaunchTestCase):
 
     def test_reset(self):
         """The runners are still referenced, as by a backward yet to run."""
-        before = live.counts()
+        before = runners.counts()
         self.check(step, lambda: (torch.randn(8, 8), torch.randn(8, 8)))
-        self.assertEqual(live.counts()["templates"], before["templates"] + 1)
+        self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
         self.assertEqual(len(coverage.coverage().functions), 1)
         torch._dynamo.reset()
         gc.collect()
-        self.assertEqual((live.counts(), coverage.coverage().functions), (before, ()))
+        self.assertEqual((runners.counts(), coverage.coverage().functions), (before, ()))
         self.assertIsNone(policy._thread.graph)
 
     def test_code_from_the_cache(self):

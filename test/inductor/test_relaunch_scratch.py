@@ -14,7 +14,7 @@ import torch
 import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import Native
-from torch_overlay._inductor.relaunch import live
+from torch_overlay._inductor.relaunch import runners
 from torch_overlay._inductor.relaunch.launch import executable
 
 
@@ -68,7 +68,7 @@ class TestFunctionsOfTorch(Native):
         self.device.raw_delete = mock.Mock(side_effect=self.memory.delete)
         self.addCleanup(lambda: self.assertEqual(self.memory.held, {}))
         self.addCleanup(gc.collect)
-        self.addCleanup(live.forget_all)
+        self.addCleanup(runners.forget_all)
 
     def launch(self, run, times=1):
         for _ in range(times):

@@ -109,7 +109,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             run([torch.randn(4), torch.tensor(3), torch.tensor(4)])
         (state,) = run.states.values()
         run._learn_seeds((), state, {1, 2})
-        self.assertIsNone(run.states.attempt)
+        self.assertIsNone(run.states.try_launch)
         x = torch.randn(4)
         self.assertEqual(run([x, host(3), host(4)])[0], x * 3 + 4)
         self.assertEqual((self.to_device, self.counted("captures"), self.counted("relaunches")), (2, 1, 3))

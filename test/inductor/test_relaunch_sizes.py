@@ -15,7 +15,7 @@ import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
 from stand_ins.relaunch_case import Native, RelaunchTestCase
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import live, region_graphs
+from torch_overlay._inductor.relaunch import region_graphs, runners
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
 from torch_overlay._inductor.relaunch.proof.functions import Functions
@@ -352,7 +352,7 @@ class TestSizesInTurn(Native, SizesTestCase):
         launchers = [state.relaunch.launcher for state in run.states.values()]
         of_executables = [each for each in launchers if not isinstance(each, executable.ByNode)]
         self.assertLess(len(of_executables), len(launchers))
-        bare = [replay.__self__ for replay in live.bare_replays()]
+        bare = [replay.__self__ for replay in runners.bare_replays()]
         self.assertCountEqual([each for each in bare if each in launchers], of_executables)
 
     def test_graphs_keep_no_nodes_but_to_be_verified(self):

@@ -19,8 +19,10 @@ from torch_overlay.testing import compile_only, simulated_gpu
 MiB = 1 << 20
 
 
-def op(name: str, stream: int, reads: str = "", writes: str = "", before: str = "") -> Op:
-    return Op(name, stream, frozenset(reads.split()), frozenset(writes.split()), before=tokens(*before.split()))
+def op(name: str, stream: int, reads: str = "", writes: str = "", promised_to: str = "") -> Op:
+    return Op(
+        name, stream, frozenset(reads.split()), frozenset(writes.split()), promised_to=tokens(*promised_to.split())
+    )
 
 
 def planned(*ops: Op, **sizes: int) -> Plan:

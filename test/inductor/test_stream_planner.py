@@ -247,7 +247,7 @@ free r (stream 2) after exit""",
         self.assertEqual((plan.events, plan.boundary_waits), ((), ()))
 
     def test_work_that_the_user_joined_is_joined_at_the_exit(self):
-        plan = self.plan(Op("mutate", 1, frozenset("x"), frozenset("x"), before=tokens_of("s0")))
+        plan = self.plan(Op("mutate", 1, frozenset("x"), frozenset("x"), promised_to=tokens_of("s0")))
         self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 1, ((1, 0),))])
 
     def test_join_of_a_stream_without_work_is_kept(self):
@@ -288,7 +288,7 @@ free r (stream 2) after exit""",
         """The host has waited for the carriers of its token."""
         token = tokens_of("h1")
         plan = self.plan(
-            Op("side", 1, writes=frozenset("x"), before=token),
+            Op("side", 1, writes=frozenset("x"), promised_to=token),
             Op("synchronize", HOST, requires=token, waits=True),
             Op("use", 0, frozenset("x")),
         )
@@ -337,8 +337,8 @@ free r (stream 2) after exit""",
     def test_record_of_the_users_event_covers_joined_streams(self):
         token = tokens_of("e3.0")
         plan = self.plan(
-            Op("side", 1, writes=frozenset("x"), before=token),
-            Op("main", 0, writes=frozenset("y"), before=token),
+            Op("side", 1, writes=frozenset("x"), promised_to=token),
+            Op("main", 0, writes=frozenset("y"), promised_to=token),
             Op("record_event", 0, requires=token),
         )
         self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((2, 0),))])

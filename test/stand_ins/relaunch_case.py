@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import form  # noqa: F401
 from stand_ins.relaunch_device import fake_device, native_module
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import causes, live, runner as first_runs
+from torch_overlay._inductor.relaunch import causes, runner as first_runs, runners
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
@@ -51,7 +51,7 @@ class RelaunchTestCase(TestCase):
         self.device = self.enterContext(fake_device(self.native_module()))
 
     def tearDown(self):
-        live.forget_all()  # what an exception still holds is not the next test's
+        runners.forget_all()  # what an exception still holds is not the next test's
         self.assertEqual(self.device.open, 0, "a recording was left open")
         self.assertFalse(make_graph.capturing.locked())
         super().tearDown()
@@ -97,7 +97,7 @@ class GpuTestCase(TestCase):
     def tearDown(self):
         torch._dynamo.reset()
         gc.collect()
-        self.assertEqual(live.counts(), dict.fromkeys(live.counts(), 0))
+        self.assertEqual(runners.counts(), dict.fromkeys(runners.counts(), 0))
         super().tearDown()
 
 

@@ -369,7 +369,7 @@ class Launcher:
     def forget(self) -> None:
         pass  # patch() reads the template
 
-    def like(self, template: Any) -> Launcher:
+    def with_template(self, template: Any) -> Launcher:
         made = Launcher(self.device, self.in_order(template))
         made.shared = self.shared
         return made
@@ -447,7 +447,7 @@ class NativeLauncher(Launcher):
     def forget(self) -> None:
         self.template = emptied(self.template)
 
-    def like(self, template: Any) -> NativeLauncher:
+    def with_template(self, template: Any) -> NativeLauncher:
         return NativeLauncher(self.device, self.in_order(template), of=self)
 
     def _run(self) -> int:
@@ -580,7 +580,7 @@ class FakeDevice:
                 torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(0xA5)
         return made
 
-    def record(self, gap: int, inputs: int = 0) -> Recording:
+    def new_recording(self, gap: int, inputs: int = 0) -> Recording:
         return Recording(self, gap)
 
     def holes(self) -> list[int]:

@@ -119,7 +119,7 @@ def relaunch() -> Callable[[], Any]:
     w, sets = torch.ones(4, 4), [(torch.ones(4, 4), torch.ones(4, 4)) for _ in range(4)]
     for x, y in sets:
         run([x, y, w])
-    if run.states.attempt is None:
+    if run.states.try_launch is None:
         raise RuntimeError(f"the region has no graph that C launches: {causes.refusals()}")
     # What malloc takes depends on all that came before. No kernel runs any more, so memory of any size will do.
     memory = itertools.cycle([torch.empty(1 << 10) for _ in range(16)])

@@ -49,7 +49,7 @@ def figures(name: str) -> records.Figures:
 
     from relaunch_programs import by_name, Kit
     from stand_ins import relaunch_device  # pyrefly: ignore[missing-import]
-    from torch_overlay._inductor.relaunch import live
+    from torch_overlay._inductor.relaunch import runners
     from torch_overlay._inductor.relaunch.causes import Code
     from torch_overlay._inductor.relaunch.memory import arrange
     from torch_overlay._inductor.relaunch.runner import Runner
@@ -77,7 +77,7 @@ def figures(name: str) -> records.Figures:
         backend = aot_autograd(fw_compiler=compiled, bw_compiler=backward)
         stack.enter_context(mock.patch.object(Kit, "_how", lambda kit: {"backend": backend}))
         by_name(name).body(Kit("relaunched", "cpu"))
-        live.forget_all()
+        runners.forget_all()
     torch._dynamo.reset()
     found = counters["torch_overlay"]
     counted = {key: found[f"cudagraph_{key}"] for key in ("captures", "nodes", "refusals", "relaunches")}

@@ -158,7 +158,7 @@ def peak_of_device() -> Iterator[list[int]]:
 def watched_captures(step: Callable[[], Any]) -> list[float]:
     """MiB of the device that making each of relaunch's graphs takes beyond the graph: at its peak, without what the
     executable keeps. They are made once more for that, since whoever watches the device delays what uses it."""
-    from torch_overlay._inductor.relaunch import live
+    from torch_overlay._inductor.relaunch import runners
     from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
 
     found: list[float] = []
@@ -177,7 +177,7 @@ def watched_captures(step: Callable[[], Any]) -> list[float]:
         found.append((peak[0] - before - kept) / MIB)
         return result
 
-    live.forget_all()
+    runners.forget_all()
     settled()
     RegionGraphs.make = watched  # type: ignore[method-assign]
     try:
@@ -199,7 +199,7 @@ def settled() -> int:
 def counters() -> dict[str, int]:
     """Of the overlay, and what its runner knows."""
     found = dict(torch._dynamo.utils.counters["torch_overlay"])
-    stats = getattr(sys.modules.get("torch_overlay._inductor.relaunch.live"), "stats", None)
+    stats = getattr(sys.modules.get("torch_overlay._inductor.relaunch.runners"), "stats", None)
     for name, value in (stats() if stats else {}).items():
         found.setdefault(f"cudagraph_{name}", value)
     return found
@@ -207,7 +207,7 @@ def counters() -> dict[str, int]:
 
 def limit_of_relaunch() -> dict[str, float]:
     """The overlay's own graphs, launched with the pointers that they have: no patches, no allocation, no checks."""
-    replays = getattr(sys.modules.get("torch_overlay._inductor.relaunch.live"), "bare_replays", None)
+    replays = getattr(sys.modules.get("torch_overlay._inductor.relaunch.runners"), "bare_replays", None)
     functions = replays() if replays else []
     if not functions:
         return {}

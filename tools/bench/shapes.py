@@ -157,9 +157,9 @@ class _Served:
         }
 
     def _kept(self) -> dict[str, Any]:
-        from torch_overlay._inductor.relaunch import causes, live
+        from torch_overlay._inductor.relaunch import causes, runners
 
-        return {"executables": live.counts()["execs"], "refusals": causes.refusals()[:3]}
+        return {"executables": runners.counts()["execs"], "refusals": causes.refusals()[:3]}
 
 
 def measure(rows: Sequence[str], sides: Sequence[str], jobs: int, limit: float) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
+from torch_overlay._functorch.streams.fx import has_streams
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -77,7 +77,7 @@ def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
         return True
     if _draws_random_numbers(node):
         return False
-    return not _blocks_host(node) or not any(is_stream_op(n) or node_stream(n) for n in node.graph.nodes)
+    return not _blocks_host(node) or not has_streams(node.graph.nodes)
 
 
 __all__ = ["is_safe_to_reorder"]

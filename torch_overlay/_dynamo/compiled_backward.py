@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from torch_overlay._dynamo import backward_tables
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
-from torch_overlay._functorch.streams.fx import BACKWARD, is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.fx import BACKWARD, has_streams, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import events_of
 from torch_overlay._stream_handling import handles_streams
@@ -263,7 +263,7 @@ def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> 
     A graph with a list among its inputs, as compiled autograd's is, is wrapped while AOTAutograd traces it, and
     upstream runs a wrapped graph without looking at the metadata of its nodes.
     """
-    if not handles_streams() or not any(node_stream(n) for n in module.gm.graph.nodes):
+    if not handles_streams() or not has_streams(module.gm.graph.nodes, None):
         return original(module, *args)
     with torch.fx.traceback.preserve_node_meta():
         return PropagateUnbackedSymInts(module.gm).run(*module.unflatten_fn(list(args)))

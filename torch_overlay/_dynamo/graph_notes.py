@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import note_fact
-from torch_overlay._functorch.streams.fx import first_readers, is_stream_op, node_stream, updates_in_place
+from torch_overlay._functorch.streams.fx import first_readers, has_streams, node_stream, updates_in_place
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def note_graph(output: OutputGraph) -> None:
     nodes = output.graph.nodes
     registry.current().is_resumed = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
     every = list(_with_bodies(nodes, output.nn_modules))
-    if any(node_stream(node) or is_stream_op(node) for node in every):
+    if has_streams(every):
         _note_targets(every)
         _note_storages(every)
         registry.current().first_readers = weakref.WeakKeyDictionary(first_readers(nodes))

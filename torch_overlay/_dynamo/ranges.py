@@ -25,7 +25,7 @@ from torch_overlay import config
 from torch_overlay._dynamo.manual_contexts import NvtxRange, range_enter, range_exit
 from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
 from torch_overlay._dynamo.state import expects_streams, handled
-from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
+from torch_overlay._functorch.streams.fx import has_streams, is_stream_op
 from torch_overlay.hooks import override
 
 
@@ -204,11 +204,11 @@ def close_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> 
 
 def finish(graph: Graph) -> None:
     """Remove the unwanted ranges, once all of the graph is known."""
-    has_streams = any(node_stream(n) or (is_stream_op(n) and n.target not in RANGES) for n in graph.nodes)
-    if has_streams:
+    of_streams = has_streams(graph.nodes, lambda node: is_stream_op(node) and node.target not in RANGES)
+    if of_streams:
         _take_over(graph)
     for kind in (NVTX, RECORD_FUNCTION):
-        if wants(kind) and (has_streams or kind == NVTX):
+        if wants(kind) and (of_streams or kind == NVTX):
             continue
         opened = []
         for node in list(graph.nodes):

@@ -2,8 +2,8 @@
 
 `torch._dynamo.graph_bytecode_inputs` keeps the numbering: a list of functions that emit the bytecode which pushes each
 object. This module adds who made an object and whether the outside can see it. Both decide how long the object lives at
-run time (objects.py, Note [Lifetime of stream objects]) and which syncs the layers below must keep. `describe()` passes
-these facts to the layers below.
+run time (objects.py, Note [Lifetime of stream objects]) and which syncs must be kept where the graph is compiled, which
+gets the facts as one record (`frame_facts`).
 
 Dynamo compiles one frame at a time, under its lock, but a compiled function that runs while a frame is being compiled
 may itself need compilation. `inner_frame` therefore restores the state of the outer frame, and drops what the inner
@@ -20,9 +20,9 @@ from typing import Any, Literal, TYPE_CHECKING
 import torch
 from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.source import CurrentStreamSource
-from torch._guards import TracingContext
 
 from torch_overlay._dynamo import objects
+from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
 if TYPE_CHECKING:
@@ -33,27 +33,9 @@ if TYPE_CHECKING:
     from torch._dynamo.source import Source
     from torch.fx import Node
 
+    from torch_overlay.frame_facts import Origin
+
 CALLERS_STREAM_INDEX = numbering.CURRENT_STREAM_INDEX
-
-Origin = Literal["current", "caller", "frame"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectInfo:
-    """Compile-time facts about one stream or event (or other object) of the frame."""
-
-    index: int
-    # "current": a stream that was current, on its device, when the frame was entered. "caller": the object came from
-    # outside. "frame": the frame makes the object.
-    origin: Origin
-    # True if the outside can see the object after the call, or another graph of the same function uses it.
-    escapes: bool
-    kind: Literal["stream", "event", "other"]
-    device: torch.device | None
-    # Only for streams that the frame makes.
-    priority: int | None = None
-    # Only for events that the frame makes.
-    timing: bool | None = None
 
 
 @dataclasses.dataclass
@@ -76,14 +58,10 @@ class _Frame:
         self.recorded: dict[int | None, torch.device] = {}
         # Streams that are current, on their devices, when the frame ends, in the order in which they were set.
         self.set_streams: dict[torch.device, int] = {}
-        # The frame reads a stream's raw handle: work launched by the handle can't be part of a captured graph.
         self.handle_is_read = False
         # Input of Dynamo's graph -> the stream of the first operation that reads it.
         self.first_readers: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
-        # The graph ends at a graph break: a value that it made may be a local variable of the caller, though nothing
-        # needs it any more.
         self.goes_on = False
-        # The frame goes on after a graph break of its function.
         self.is_resumed = False
         # The frame has named a stream or event, even if only the current stream.
         self.has_streams = False
@@ -93,19 +71,10 @@ class _Frame:
 
 _frame = _Frame()
 _has_streams = False
-# Facts about the frame that a backward belongs to: its objects, and whether it reads a stream's raw handle.
-_remembered: weakref.WeakKeyDictionary[TracingContext, tuple[tuple[ObjectInfo, ...], bool]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def current() -> _Frame:
     return _frame
-
-
-def program_has_streams() -> bool:
-    """True if a frame traced in this process has named a stream or an event, even if only the current stream."""
-    return _has_streams
 
 
 def note_streams() -> None:
@@ -141,29 +110,7 @@ def inner_frame() -> Iterator[None]:
             one[:] = contents
 
 
-def remember() -> None:
-    """Save the current facts for the backward, which may be compiled after other frames have been traced."""
-    context = TracingContext.try_get()
-    if context is not None:
-        _remembered[context] = describe(), handle_is_read()
-
-
-def _recalled() -> tuple[tuple[ObjectInfo, ...], bool] | None:
-    context = TracingContext.try_get()
-    return _remembered.get(context) if context is not None else None
-
-
-def handle_is_read() -> bool:
-    """True if the frame being compiled reads a stream's raw handle."""
-    recalled = _recalled()
-    return _frame.handle_is_read if recalled is None else recalled[1]
-
-
-def describe() -> tuple[ObjectInfo, ...]:
-    """Return the facts about all objects of the frame being compiled. Complete once Dynamo calls the backend."""
-    if (recalled := _recalled()) is not None:
-        return recalled[0]
-    infos = []
+def _describe() -> Iterator[ObjectInfo]:
     for index, reference in enumerate(numbering.index_to_external_object_weakref):
         value = reference()
         entry = _frame.entries.get(index) or _Entry("current" if index == CALLERS_STREAM_INDEX else "caller", value)
@@ -172,8 +119,29 @@ def describe() -> tuple[ObjectInfo, ...]:
         )
         device = value.device if isinstance(value, torch.Stream) else None
         escapes = entry.origin == "caller" or index in _frame.locals
-        infos.append(ObjectInfo(index, entry.origin, escapes, kind, device, entry.priority, entry.timing))
-    return tuple(infos)
+        yield ObjectInfo(index, entry.origin, escapes, kind, device, entry.priority, entry.timing)
+
+
+def _first_readers() -> dict[int, int]:
+    """Map the position of an input of the graph to the stream of its first reader. The frame maps it by node, because
+    the inputs may be sorted after the graph was read (`canonicalize_output_graph_node_order`).
+    """
+    known = _frame.first_readers
+    graph = next((node.graph for node in known), None)
+    inputs = graph.find_nodes(op="placeholder") if graph else ()
+    return {position: known[node] for position, node in enumerate(inputs) if node in known}
+
+
+def facts() -> FrameFacts:
+    """Return the facts about the frame that is being traced. Complete once Dynamo calls the backend."""
+    return FrameFacts(
+        objects=tuple(_describe()),
+        first_readers=_first_readers(),
+        goes_on=_frame.goes_on,
+        is_resumed=_frame.is_resumed,
+        handle_is_read=_frame.handle_is_read,
+        program_has_streams=_has_streams,
+    )
 
 
 def add_owned(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.placed import placement, stream_objects
 
 
@@ -40,14 +41,13 @@ def graphs() -> tuple[object, ...]:
     import torch._inductor.config as inductor_config
 
     from torch_overlay import config
-    from torch_overlay._dynamo import registry
 
     if not inductor_config.triton.cudagraphs:
         return ()
     from torch_overlay._inductor.relaunch import split_off
 
     options = config.cudagraphs, config.cudagraph_concurrency, config.cudagraph_rewrites
-    return *options, registry.handle_is_read(), *sorted(split_off.failed())
+    return *options, frame_facts.current().handle_is_read, *sorted(split_off.failed())
 
 
 def offload_room() -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple
     own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room(), *current().key())
     if gm is None:
         return own
-    return (*own, placement(gm), stream_objects() if is_dynamo_graph else ())
+    return (*own, placement(gm), stream_objects(frame_facts.current()) if is_dynamo_graph else ())
 
 
 def hash_details_init(original: Callable[..., None], self: Any, gm: Any, *args: Any, **kwargs: Any) -> None:

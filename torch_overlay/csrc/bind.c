@@ -145,7 +145,7 @@ failed:
     return NULL;
 }
 
-static PyObject *call_attempt(Call *self, PyObject *inputs) { return run_call(self, inputs, NULL, 1); }
+static PyObject *call_try_launch(Call *self, PyObject *inputs) { return run_call(self, inputs, NULL, 1); }
 
 static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "launch(inputs, originals=None)");
@@ -180,7 +180,8 @@ static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t coun
 }
 
 static PyMethodDef call_methods[] = {
-    {"attempt", (PyCFunction)call_attempt, METH_O, "attempt(inputs): the outputs, or None if it is not the time"},
+    {"try_launch", (PyCFunction)call_try_launch, METH_O,
+     "try_launch(inputs): the outputs, or None if it is not the time"},
     {"launch", (PyCFunction)(void (*)(void))call_launch, METH_FASTCALL, "launch(inputs, originals=None): the outputs"},
     {"aligned", (PyCFunction)(void (*)(void))call_aligned, METH_FASTCALL,
      "aligned(inputs, positions, masks): has no address a bit of its mask?"},

@@ -49,20 +49,20 @@ class MadeUp:
 
     def begin(self) -> None:
         """Forget earlier reads, for a new call."""
-        self.place: tuple[str, int] | None = None
+        self.line: tuple[str, int] | None = None
         self.times = 0
-        self.of_place: Counter[tuple[str, int]] = Counter()
+        self.of_line: Counter[tuple[str, int]] = Counter()
 
     def number(self, dtype: torch.dtype) -> bool | int | float:
         frame = sys._getframe(1)
         while frame.f_code.co_filename.startswith((OURS, TORCH)) and frame.f_back is not None:
             frame = frame.f_back
-        place = frame.f_code.co_filename, frame.f_lineno
-        self.times = self.times + 1 if place == self.place else 1
-        self.place = place
-        self.of_place[place] += 1
+        line = frame.f_code.co_filename, frame.f_lineno
+        self.times = self.times + 1 if line == self.line else 1
+        self.line = line
+        self.of_line[line] += 1
         most = _LOOPS[dtype is torch.bool]
-        value = self.times % most != 0 and self.of_place[place] % (3 * most) != 0
+        value = self.times % most != 0 and self.of_line[line] % (3 * most) != 0
         return float(value) if dtype.is_floating_point else value if dtype is torch.bool else int(value)
 
 

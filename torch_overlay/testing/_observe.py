@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from torch_overlay import frame_facts
 from torch_overlay.testing import _text
 from torch_overlay.testing._origins import Origins, without_marks
 from torch_overlay.testing._simulate import active
@@ -212,12 +213,7 @@ def observe() -> Iterator[Compiled]:
 def _frame(code: Any, gm: torch.fx.GraphModule) -> Frame:
     targets = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]  # streams.record_event[.default]
     names = [t.split(".")[1] for t in targets if t.startswith("streams.")]
-    try:
-        from torch_overlay._dynamo import registry
-    except ImportError:  # a build without the Dynamo layer
-        objects: tuple[Any, ...] = ()
-    else:
-        objects = registry.describe()
+    objects = frame_facts.current().objects
     return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects)
 
 

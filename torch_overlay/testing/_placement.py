@@ -40,10 +40,10 @@ def _launches(node: Node) -> bool:
 
 def unplaced(graph: Graph) -> list[Node]:
     """Return the operations without a placement, in a graph in which other operations have one."""
-    from torch_overlay._inductor.streams.fx_passes import is_placed, needs_streams
+    from torch_overlay._inductor.streams.fx_passes import is_placed, needs_placement
 
-    customs = [node.meta.get("custom") for node in graph.nodes if node.op == "call_function"]
-    if not any(map(needs_streams, customs)) or not any(map(is_placed, customs)):
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    if not needs_placement(nodes) or not any(is_placed(node.meta.get("custom")) for node in nodes):
         return []
     return [node for node in graph.nodes if _launches(node) and not is_placed(node.meta.get("custom"))]
 

@@ -65,10 +65,10 @@ def mutation_output_init(
     count = len(operations)
     original(output, layout, mutated_node, mutating_node)
     readers = operations[count:]
-    place = next((i for i in reversed(range(count)) if operations[i] is mutating_node), None)
-    if readers and place is not None:
+    position = next((i for i in reversed(range(count)) if operations[i] is mutating_node), None)
+    if readers and position is not None:
         del operations[count:]
-        operations[place:place] = readers
+        operations[position:position] = readers
 
 
 def dead_node_elimination(original: Callable[..., None], scheduler: Any) -> None:

@@ -27,7 +27,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.facts import fact_of
-from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import (
+    has_streams,
+    is_asynchronous_copy,
+    is_stream_op,
+    is_view,
+    node_stream,
+    storage_node,
+)
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.orders import reached
@@ -65,7 +72,7 @@ class NoOpPass:
         `with_streams`, all is on one stream.
         """
         self._left = set(self._output.graph.nodes)
-        if with_streams and any(node_stream(node) or fact_of(node).before for node in self._nodes):
+        if with_streams and has_streams(self._nodes, lambda node: bool(fact_of(node).promised_to)):
             self._keep_for_other_streams()
         if not self._left.issuperset(self._results):
             self._keep_results(with_streams)
@@ -83,7 +90,7 @@ class NoOpPass:
                 value, copied = self._behind(gone, node.all_input_nodes)
                 if value is None or not copied:
                     continue
-                first, owner = copied[-1], viewed(value)
+                first, owner = copied[-1], storage_node(value)
                 is_elsewhere = any(_is_read_elsewhere(c, reader) for c in copied for reader in readers)
                 if is_elsewhere and (owner in returned or _may_be_callers(owner)):
                     self._copy(first, value)
@@ -100,11 +107,13 @@ class NoOpPass:
                 bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
                 gone[maker] = (after[results[0][0]] if bases[0] is None else bases[0].args[0]), bases
         for maker, (value, bases) in gone.items():
-            owner = viewed(value)
+            owner = storage_node(value)
             shared = owner in taken or _may_be_callers(owner)
             # A stream that is ordered after the result may overwrite it while the value behind it is still read.
             others = self._readers(owner, lambda n: n.users) - self._readers(maker, users.__getitem__)
-            others |= {other for other, (given, _) in gone.items() if other is not maker and viewed(given) is owner}
+            others |= {
+                other for other, (given, _) in gone.items() if other is not maker and storage_node(given) is owner
+            }
             # The first removed operation read the value, on its stream; who waits for the last one waited for it.
             _, removed = self._behind(maker, (value,))
             first = removed[-1] if removed else maker

@@ -22,7 +22,7 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.streams.fx import is_view, output_descriptions, viewed, written_arguments
+from torch_overlay._functorch.streams.fx import is_view, output_descriptions, storage_node, written_arguments
 
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def may_lie_in_written_input(value: Node) -> bool:
     if given is value or given.op not in ("placeholder", "get_attr"):
         return False
     copies: Any = value.graph.find_nodes(op="call_function", target=_aten.copy_.default)
-    return any(viewed(copy.args[0]) is given for copy in copies)
+    return any(storage_node(copy.args[0]) is given for copy in copies)
 
 
 def _updated(value: Any) -> Node | None:
@@ -86,12 +86,12 @@ def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph
         for i, (value, what) in enumerate(zip(values, output_descriptions(output)))
         if isinstance(value, torch.fx.Node) and _is_memory_of_its_own(what) and may_lie_in_written_input(value)
     }
-    shown = Counter(viewed(value) for value in set(kept.values()))  # memory -> number of results that show it
+    shown = Counter(storage_node(value) for value in set(kept.values()))  # memory -> number of results that show it
     copies: dict[Node, Node] = {}
 
     def copied(value: Node) -> Node:
         """Return a copy of a value; of one of several views of what the graph computes, the view of one copy."""
-        base = viewed(value)
+        base = storage_node(value)
         if value not in copies:
             if value is not base and base.op == "call_function" and shown[base] > 1:
                 given: Any = value.args[0]

@@ -1,4 +1,4 @@
-"""`_dynamo.variable_hooks`: what is searched for streams in a function that Dynamo inlines."""
+"""`_dynamo.hooks`: what is searched for streams in a function that Dynamo inlines."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ class TestSearch(TestCase):
     """What is searched for streams, and what isn't."""
 
     def holds(self, value):
-        from torch_overlay._dynamo.variable_hooks import holds_streams
+        from torch_overlay._dynamo.hooks import holds_streams
 
         return holds_streams(lambda: value)
 
@@ -51,7 +51,7 @@ class TestSearch(TestCase):
         self.assertTrue(self.holds(ring))
 
     def test_cell_without_a_value(self):
-        from torch_overlay._dynamo.variable_hooks import holds_streams
+        from torch_overlay._dynamo.hooks import holds_streams
 
         def f():
             return later

@@ -50,7 +50,7 @@ class TestStreamState(torch._dynamo.test_case.TestCase):
         self.device = 2
         self.assertIs(self.current(), other)
         self.assertEqual([v.user_object_index for v in (own, other, plain)], [1, 2, 2])
-        self.assertEqual([info.origin for info in registry.describe()], ["current", "frame", "current"])
+        self.assertEqual([info.origin for info in registry.facts().objects], ["current", "frame", "current"])
 
     def test_context_changes_the_stream_of_its_device(self):
         first, second, other = self.stream(1), self.stream(2), self.stream(3, 2)

@@ -36,7 +36,7 @@ class NoOpResultsTestCase(TestCase):
             with self.mode:
                 node.meta["val"] = target(*given, **kwargs)
         place_on(node, stream)
-        note_fact(node, after=(), before=before)
+        note_fact(node, after=(), promised_to=before)
         return node
 
     def run_pass(self, change, *results):
@@ -77,7 +77,7 @@ class TestCopies(NoOpResultsTestCase):
         (copy,) = self.copies()
         self.assertEqual(y.args, (copy, copy))
         self.assertEqual(node_stream(copy), 1)
-        self.assertEqual(fact_of(copy).before, (E1,))
+        self.assertEqual(fact_of(copy).promised_to, (E1,))
         self.assertIs(copy.args[0], self.x)
 
     def test_copy_that_its_own_stream_reads_goes(self):
@@ -132,7 +132,7 @@ class TestResults(NoOpResultsTestCase):
 
     def test_result_of_a_value_that_its_own_stream_reads(self):
         side = self.call(aten.cos.default, self.x, stream=1)
-        note_fact(side, before=(E1,))
+        note_fact(side, promised_to=(E1,))
         value, result = self.result_of_read_value(0)
         self.assertIs(result, value)
 

@@ -24,7 +24,7 @@ from torch_overlay._functorch.offload.reader import (
     Reader,
     tensor_of,
 )
-from torch_overlay._functorch.streams.fx import node_stream, viewed
+from torch_overlay._functorch.streams.fx import has_streams, node_stream, storage_node
 
 
 if TYPE_CHECKING:
@@ -59,15 +59,15 @@ class Pair:
         (self.output,) = forward.graph.find_nodes(op="output")
         self.outputs: tuple[Any, ...] = tuple(self.output.args[0])  # type: ignore[arg-type]
         self.inputs = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
-        results = {viewed(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
-        mutated = {viewed(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
+        results = {storage_node(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
+        mutated = {storage_node(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
         self.saved: dict[Node, Saved] = {}
         self.refused: dict[Node, str] = {}
         for node in self.outputs[count:]:
             value = tensor_of(node)
             if value is None or value.device.type != DEVICE_TYPE or node.name not in self.inputs:
                 continue
-            owner = viewed(node)
+            owner = storage_node(node)
             if owner.op == "call_function":
                 self.saved.setdefault(owner, Saved(owner)).members.append(node)
         for owner, saved in list(self.saved.items()):
@@ -90,7 +90,7 @@ class Pair:
             return "it is not dense, or part of other memory"
         if saved.node in mutated:
             return "it is written in place"
-        if any(node_stream(n) for n in (saved.node, *saved.members)):
+        if has_streams((saved.node, *saved.members), None):
             return "it is computed on a side stream"
         if not all(self.inputs[m.name].users for m in saved.members):
             return "the backward doesn't read it"
@@ -122,7 +122,7 @@ class Pair:
                 return False
             if is_rng_op(current):  # it would draw other numbers
                 return False
-            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or viewed(current) is not current):
+            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or storage_node(current) is not current):
                 return False
             if not all(map(visit, current.all_input_nodes)):
                 return False
@@ -136,7 +136,7 @@ class Pair:
         if recipe is None or not all(is_static(t) for n in recipe if (t := tensor_of(n)) is not None):
             return None
         inside = set(recipe)
-        read = {viewed(a) for n in recipe for a in n.all_input_nodes if a not in inside}
+        read = {storage_node(a) for n in recipe for a in n.all_input_nodes if a not in inside}
         moved = nbytes(saved.value) + sum(nbytes(t) for n in read if (t := tensor_of(n)) is not None)
         return Recompute(moved / known.bytes + LAUNCH_US, frozenset(n.name for n in read if n in self.saved))
 
@@ -144,19 +144,21 @@ class Pair:
         """Return the steps of both graphs for a plan. `at_once` says whether a launch holds the memory of all its
         inputs and results until it has ended, as that of a CUDA graph does."""
         assert self.device is not None
-        kept = {n for n in self.outputs if isinstance(n, torch.fx.Node)} | {viewed(n) for n in self.saved}
+        kept = {n for n in self.outputs if isinstance(n, torch.fx.Node)} | {storage_node(n) for n in self.saved}
         times = (
             kernel_times.measure([*self.forward.graph.nodes, *self.backward.graph.nodes], self.device.index or 0)
             if known.measured
             else {}
         )
-        forward = Reader(self.forward.graph, kept | {viewed(n) for n in kept}, known, self.device, times)
+        forward = Reader(self.forward.graph, kept | {storage_node(n) for n in kept}, known, self.device, times)
         names = {m.name: owner.name for owner, saved in self.saved.items() for m in saved.members}
         (output,) = self.backward.graph.find_nodes(op="output")
-        gradients = {viewed(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)}
+        gradients = {
+            storage_node(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)
+        }
         backward = Reader(self.backward.graph, gradients, known, self.device, times)
         steps = [Step(s.name, s.us, s.makes, frozenset(names.get(r, r) for r in s.reads)) for s in backward.steps]
-        results = {viewed(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
+        results = {storage_node(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
         saved = {owner.name: nbytes(s.value) for owner, s in self.saved.items()}
         return Model(forward.steps, steps, saved, results | {n.name for n in gradients}, candidates, at_once)
 

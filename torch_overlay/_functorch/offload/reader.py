@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.offload.cost_model import Step
 from torch_overlay._functorch.offload.kernel_times import name_of
-from torch_overlay._functorch.streams.fx import viewed
+from torch_overlay._functorch.streams.fx import storage_node
 
 
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ class Reader:
         self.inlined: dict[Node, frozenset[str]] = {}  # fused node -> what its readers read in its place
         self.steps: list[Step] = []
         for node in graph.nodes:
-            if node.op == "call_function" and viewed(node) is node:
+            if node.op == "call_function" and storage_node(node) is node:
                 self.add(node)
 
     def reads(self, node: Node) -> frozenset[str]:
         found: set[str] = set()
         for argument in node.all_input_nodes:
-            owner = viewed(argument)
+            owner = storage_node(argument)
             found |= self.inlined.get(owner, {owner.name})
         return frozenset(found)
 
@@ -121,7 +121,7 @@ def estimated_us(node: Node, known: Rates, device_index: int) -> float:
     """Estimate the time of a node by its memory traffic and arithmetic, as far as they are known."""
     if node.target is operator.getitem:
         return 0.0
-    moved = sum(nbytes(t) for n in {viewed(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
+    moved = sum(nbytes(t) for n in {storage_node(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
     found = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
     time = (moved + sum(map(nbytes, found))) / known.bytes
     if (flops := _flops(node)) and found:
@@ -144,7 +144,7 @@ def is_library_call(node: Node) -> bool:
 
 def _readers(node: Node) -> Iterator[Node]:
     for user in node.users:
-        if viewed(user) is not user:
+        if storage_node(user) is not user:
             yield from _readers(user)
         else:
             yield user

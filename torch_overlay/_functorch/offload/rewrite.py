@@ -163,4 +163,4 @@ def _place(node: Node, stream: int, saved: Node, budget: int) -> None:
             node.meta[key] = saved.meta[key]
     node.meta["custom"] = {ops.BUDGET: budget, ops.VALUE: saved.name}
     place_on(node, stream)
-    replace_fact(node, Fact(after=(CALLER,), before=(CALLER,)))
+    replace_fact(node, Fact(after=(CALLER,), promised_to=(CALLER,)))

@@ -21,13 +21,13 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo import objects, registry
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.fx import first_readers, is_view, node_stream
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.fx import Graph, Node
 
@@ -36,11 +36,11 @@ _MADE_ON = "stream_made_on"  # in `meta` of a view: the stream on which the prog
 _FIRST_READER = "stream_first_reader"  # in `meta` of an input: the stream of the first operation that reads it
 
 
-def note(graph: Graph) -> None:
-    """Note the streams of views and first readers. This runs before placement, which replaces the stream on which the
-    program made a view by the one on which the view's memory is filled.
+def note(graph: Graph, known: Mapping[int, int]) -> None:
+    """Note the streams of views and of first readers. Dynamo's graph shows readers that this one lacks (`known`, by the
+    input's position). This runs before placement, which replaces the stream on which the program made a view by the one
+    on which the view's memory is filled.
     """
-    known = first_readers_in_dynamo()
     for node in filter(is_view, graph.nodes):
         node.meta[_MADE_ON] = node_stream(node)
     for value in graph.find_nodes(op="placeholder"):
@@ -51,16 +51,6 @@ def note(graph: Graph) -> None:
         value.meta.setdefault(_FIRST_READER, stream)
     output = graph.output_node()
     output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
-
-
-def first_readers_in_dynamo() -> dict[int, int]:
-    """Map the position of an input to the stream of its first reader. Dynamo's graph maps it by node, because its
-    inputs may be sorted after the graph was read (`canonicalize_output_graph_node_order`).
-    """
-    known = registry.current().first_readers
-    graph = next((node.graph for node in known), None)
-    inputs = graph.find_nodes(op="placeholder") if graph else ()
-    return {position: known[node] for position, node in enumerate(inputs) if node in known}
 
 
 def first_reader(value: Node) -> int:

@@ -54,11 +54,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.duplicates import split_duplicates
 from torch_overlay._functorch.streams.facts import (
-    add_before,
+    add_promised,
+    ExitWait,
     Fact,
     fact_of,
     is_placed_program,
-    Leave,
     note_fact,
     replace_fact,
 )
@@ -70,7 +70,7 @@ from torch_overlay._functorch.streams.fx import (
     launches_kernels,
     node_stream,
     place_on,
-    viewed,
+    storage_node,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager
@@ -151,22 +151,22 @@ def place_computed_early(graph: Graph) -> None:
             waited.setdefault(stream, set()).update(fact.after or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
-            stream, made = node_stream(node), viewed(node)
+            stream, made = node_stream(node), storage_node(node)
             after = waited.get(stream, {CALLER} - {state(stream)})
             before: Collection[Token] = {CALLER} if joined.get(stream) else promised.get(stream, set())
             if made is not node and made.op == "call_function":  # others wait for the node that made the memory
                 before = fact_of(made).promises
-            note_fact(node, after=tuple(sorted(after)), before=tuple(sorted(before)), range=None)
+            note_fact(node, after=tuple(sorted(after)), promised_to=tuple(sorted(before)), range=None)
 
 
 def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Collection[Token]) -> None:
     """Note what streams are ordered after when the backward is left. No code is planned for a graph that launches
     nothing, such as the backward of an addition: there the wait itself is an operation.
     """
-    leave: list[Leave] = []
+    exit_waits: list[ExitWait] = []
     waits: list[tuple[int, int]] = []
     if launches_kernels(backward):
-        leave += [Leave(stream, (CALLER,)) for stream in sorted(engine)]
+        exit_waits += [ExitWait(stream, (CALLER,)) for stream in sorted(engine)]
         unordered = {*unordered, *map(state, engine)}
     else:
         for stream in sorted(engine):
@@ -178,9 +178,9 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
             wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
         wait.meta["partitioner_tag"] = "must_be_in_backward"
     if unordered:
-        leave.append(Leave(CALLERS_STREAM, tuple(sorted(unordered))))
+        exit_waits.append(ExitWait(CALLERS_STREAM, tuple(sorted(unordered))))
     for value in backward.graph.find_nodes(op="placeholder"):
-        note_fact(value, leave=tuple(leave) or None)
+        note_fact(value, exit_waits=tuple(exit_waits) or None)
 
 
 def place_parts(
@@ -319,7 +319,7 @@ def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
     for node, stream in streams.items():
         if stream and node not in launched:
             for kernel in _bring_gradient(node, chain, launched):
-                add_before(kernel, (state(stream),))
+                add_promised(kernel, (state(stream),))
 
 
 def prepare_parts(joint: Graph, inputs: Mapping[Node, Any]) -> Callable[[GraphModule, GraphModule], None]:

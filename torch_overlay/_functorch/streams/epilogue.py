@@ -1,19 +1,16 @@
-"""Notes what the epilogue has to know of a graph's streams: the code of AOTAutograd that runs after the graph's.
+"""Order the code of AOTAutograd that runs after a graph's code: the epilogue.
 
-The epilogue copies the new values of inputs into them where autograd has to see the updates, and makes results anew
-that are views.
+The graph returns the new value of an input that needs a gradient and is updated in place, and the epilogue copies it
+into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for the
+update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream that
+waited for the update or made it, and the host, wait once more, and an event is recorded once more (`Promises`). The
+epilogue also makes results anew that are views, on the streams of the program.
 
-Places the copies that AOTAutograd makes of inputs which the program updates in place.
+Its notes are `EpilogueNotes`, in the metadata of the forward.
 
-There are two: one of an input that needs a gradient, before all that the user wrote, and one that writes the new value
-back, at the end of the graph.
-
-Order work after the copies that write updates of inputs back, where autograd has to see the updates.
-
-The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
-copies it into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for
-the update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream
-that waited for the update or made it, and the host, wait once more, and an event is recorded once more.
+The copies of updated inputs that AOTAutograd makes inside of the graph are placed here, too: one of an input that needs
+a gradient, before all that the user wrote (`place_first_copies`), and one that writes the new value back, at the end of
+the graph (`follow_mutations`).
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
+from torch_overlay._functorch.streams.fx import has_streams, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 from torch_overlay.notes import Notes
@@ -49,7 +46,7 @@ def place_first_copies(graph: Graph) -> None:
     the copy before all that the user wrote; it moves to the first of the user's operations that reads it, on that
     operation's stream.
     """
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
     for copy in graph.find_nodes(op="call_function", target=_aten.clone.default):
         is_users = not copy.meta.keys().isdisjoint(("from_node", "source_fn_stack"))
         if is_users or copy.args[0].op != "placeholder":  # type: ignore[union-attr]
@@ -60,8 +57,8 @@ def place_first_copies(graph: Graph) -> None:
             todo += filter(is_view, users)
             readers += [user for user in users if not is_view(user)]
         if readers:
-            min(copy.users, key=place.__getitem__).prepend(copy)
-            place_on(copy, node_stream(min(readers, key=place.__getitem__)))
+            min(copy.users, key=position.__getitem__).prepend(copy)
+            place_on(copy, node_stream(min(readers, key=position.__getitem__)))
 
 
 def _producer(value: Any) -> Node | None:
@@ -79,7 +76,7 @@ def follow_mutations(graph: Graph) -> None:
         if target.op != "placeholder" or value is None:
             continue
         place_on(copy, node_stream(value))
-        note_fact(copy, after=fact_of(value).after, before=fact_of(value).before)
+        note_fact(copy, after=fact_of(value).after, promised_to=fact_of(value).promised_to)
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ def _promise_outputs(values: list[Node]) -> None:
     """Order the caller's stream after the values: the caller writes them back on its own stream."""
     for value in values:
         if node_stream(value) != CALLERS_STREAM:
-            add_before(value, (CALLER,))
+            add_promised(value, (CALLER,))
 
 
 def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:
@@ -148,9 +145,9 @@ def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:
     """
     copied = fw_metadata.num_mutated_inp_runtime_indices
     views = autograd_nodes.view_streams(gm.graph)
-    has_streams = any(views) or any(node_stream(n) for n in gm.graph.nodes)
     # A result that is a subclass is several values of the graph.
-    if has_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
+    on_streams = any(views) or has_streams(gm.graph.nodes, None)
+    if on_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
         _note_dropped_outputs(gm, fw_metadata)
         streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, views[copied:])]
         if any(streams):

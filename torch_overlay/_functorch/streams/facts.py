@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._functorch.streams.fx import node_stream, set_custom
+from torch_overlay._functorch.streams.fx import has_streams, node_stream, set_custom
 from torch_overlay._functorch.streams.tokens import state
 
 
@@ -40,7 +40,7 @@ class ForeignRead(NamedTuple):
     value: str = ""
 
 
-class Leave(NamedTuple):
+class ExitWait(NamedTuple):
     """The states of the caller that a stream is ordered after at the graph's end: in any case, or with `unless` only if
     that copy, which blocks the host until then, is left out of the graph.
     """
@@ -62,15 +62,15 @@ class Fact:
     """All that is known of one node. None means that a pass lost it, or that nothing is known; an empty tuple says that
     there is nothing.
 
-    - `after`, `before`: tokens, sorted; see `streams.tokens`.
+    - `after`, `promised_to`: tokens, sorted; see `streams.tokens`.
     - `requires`: the token that the node makes true, for records, synchronisations and copies that block the host. The
-      node is ordered after the nodes that carry the token in `before`.
+      node is ordered after the nodes that carry the token in `promised_to`.
     - `reads`: the streams whose memory the node reads in eager (`memory`).
     - `order`: place in the user's stream program, for an operation that stays in the graph.
     - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.ranges`.
     - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.
-    - `leave`, `results`: facts of the graph; the same on every node of a forward, so that they survive whatever is left
-      out.
+    - `exit_waits`, `results`: facts of the graph; the same on every node of a forward, so that they survive if nodes
+      are left out.
     - `eager_targets`: the streams whose memory an operator was given for its results, one for each, as by `out`; -1 for
       the caller's.
     - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of several.
@@ -79,13 +79,13 @@ class Fact:
     """
 
     after: tuple[Token, ...] | None = None
-    before: tuple[Token, ...] | None = None
+    promised_to: tuple[Token, ...] | None = None
     requires: Token | None = None
     reads: tuple[ForeignRead, ...] | None = None
     order: int | None = None
     range: int | None = None
     is_dropped: bool = False
-    leave: tuple[Leave, ...] | None = None
+    exit_waits: tuple[ExitWait, ...] | None = None
     results: tuple[ResultMemory, ...] | None = None
     eager_targets: tuple[int, ...] = ()
     eager_storage: tuple[Storage | None, ...] = ()
@@ -96,16 +96,16 @@ class Fact:
     @property
     def is_placed(self) -> bool:
         """True if the node's tokens are known, even if there are none."""
-        return self.after is not None and self.before is not None
+        return self.after is not None and self.promised_to is not None
 
     @property
     def promises(self) -> frozenset[Token]:
-        """The tokens in `before`, as a set: they are ordered after the node by the end of the graph."""
-        return frozenset(self.before or ())
+        """The tokens in `promised_to`, as a set: they are ordered after the node by the end of the graph."""
+        return frozenset(self.promised_to or ())
 
     @property
     def has_tokens(self) -> bool:
-        return bool(self.after or self.before or self.leave)
+        return bool(self.after or self.promised_to or self.exit_waits)
 
 
 NOTHING = Fact()
@@ -133,8 +133,8 @@ def add_after(node: Node, tokens: Iterable[Token]) -> None:
     note_fact(node, after=_joined(node, fact_of(node).after, tokens))
 
 
-def add_before(node: Node, tokens: Iterable[Token]) -> None:
-    note_fact(node, before=_joined(node, fact_of(node).before, tokens))
+def add_promised(node: Node, tokens: Iterable[Token]) -> None:
+    note_fact(node, promised_to=_joined(node, fact_of(node).promised_to, tokens))
 
 
 def _joined(node: Node, known: tuple[Token, ...] | None, tokens: Iterable[Token]) -> tuple[Token, ...]:
@@ -145,12 +145,12 @@ def _joined(node: Node, known: tuple[Token, ...] | None, tokens: Iterable[Token]
 def union_of_facts(facts: Sequence[Fact]) -> dict[str, Any]:
     """Return the fields of one node that does what several did: all that any of them reads, waits for and promises."""
     made: dict[str, Any] = {}
-    for name in ("after", "before", "reads"):
+    for name in ("after", "promised_to", "reads"):
         known = [values for fact in facts if (values := getattr(fact, name)) is not None]
         if known:
             made[name] = tuple(sorted({value for values in known for value in values}))
     for fact in facts:
-        made |= {name: value for name in ("leave", "results") if (value := getattr(fact, name)) is not None}
+        made |= {name: value for name in ("exit_waits", "results") if (value := getattr(fact, name)) is not None}
     return made
 
 
@@ -165,4 +165,4 @@ def merged(first: Fact, second: Fact) -> Fact:
 
 def is_placed_program(graph: Graph) -> bool:
     """True if `placement` has seen the graph, or if an operation in it runs on a stream of its own."""
-    return any(fact_of(node).leave is not None or node_stream(node) for node in graph.nodes)
+    return has_streams(graph.nodes, lambda node: fact_of(node).exit_waits is not None)

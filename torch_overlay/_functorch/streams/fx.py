@@ -14,7 +14,7 @@ from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -77,7 +77,7 @@ def is_view_operator(target: Any) -> bool:
     )
 
 
-def viewed(node: Node) -> Node:
+def storage_node(node: Node) -> Node:
     """Return the node whose memory a value names, below views of it."""
     while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
         is_view(node) or (node.target is operator.getitem and is_view(base))
@@ -137,7 +137,7 @@ def constants(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if updates_operands(node.target):  # it writes to values that were made from nothing
-            found.difference_update(map(viewed, node.all_input_nodes))
+            found.difference_update(map(storage_node, node.all_input_nodes))
         elif node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
@@ -181,6 +181,19 @@ def is_asynchronous_copy(node: Node) -> bool:
 def node_stream(node: Node) -> int:
     """Return the registry index of the stream that a node is placed on; 0 is the caller's stream."""
     return node.meta.get("custom", {}).get("stream") or CALLERS_STREAM
+
+
+def has_streams(nodes: Iterable[Node], sign: Callable[[Node], bool] | None = is_stream_op) -> bool:
+    """True if one of the nodes is on a side stream, or has another `sign` of streams, which depends on the graph:
+
+    - Dynamo's graph, or one that is to be placed: an operation of the stream program. Those of profiler ranges don't
+      count where streams decide whether ranges are wanted (`_dynamo.ranges`).
+    - A placed graph: a fact that was noted of the node. Passes look for tokens (`fx_passes`), since a kernel on the
+      caller's stream may be ordered with others; `facts.is_placed_program` looks for the graph's own fact.
+    - None, where it matters only whether work is on another stream. Placement may leave records and synchronisations in
+      a graph all of whose work is on the caller's stream.
+    """
+    return any(node_stream(node) or (sign is not None and sign(node)) for node in nodes)
 
 
 def set_custom(node: Node, key: str, value: Any) -> None:

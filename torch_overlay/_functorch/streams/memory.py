@@ -1,11 +1,4 @@
-"""Find the operations that the elements of a view come from, where only a part of its memory was updated.
-
-`v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
-update left alone is in eager what it was, and whoever had waited for `x + y` may read it; the same must hold of that
-column in the new value. Views are followed where they select along dimensions; any other view counts as all of
-its base.
-
-Find the memory of other streams that an operation reads in eager.
+"""Find whose memory a value is in eager, and the memory of other streams that an operation reads there.
 
 Eager frees a tensor with its last reference, and the allocator may at once reuse its block for work of the stream that
 allocated it, even if other streams still read it. A program that drops a side stream's tensor like that lives with the
@@ -19,15 +12,11 @@ race, and compiled code may do what eager does. But functional graphs have value
   function.
 - A forward frees what its backward computes again. Autograd keeps it for the backward in eager.
 
-This memory must not be freed while a stream reads it.
-
-The caller frees the graph's results, and relies on the stream whose memory each result is in eager. Where generated
-code allocates a result on another stream, it records eager's stream for the block (`result_memory`,
-`users_of_results` of `streams.saved_memory`).
-
-So each node of a traced graph keeps, in `Fact.reads`, the streams whose memory it reads in eager, apart from its own
-stream's, and what eager does with that memory. The planner's reader (`streams.reader`) settles at the exit all other
-reads, and those of a kernel that reads the same stream's memory in both ways.
+This memory must not be freed while a stream reads it. So each node of a traced graph keeps, in `Fact.reads`, the
+streams whose memory it reads in eager, apart from its own stream's, and what eager does with that memory. The planner's
+reader (`streams.reader`) settles at the exit all other reads, and those of a kernel that reads the same stream's memory
+in both ways. The caller frees the graph's results, and relies on the stream whose memory each result is in eager: where
+generated code allocates a result on another stream, it records eager's stream for the block (`result_memory`).
 """
 
 from __future__ import annotations
@@ -40,14 +29,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
     is_backward,
     is_view,
     node_stream,
+    storage_node,
     updates_in_place,
-    viewed,
     written_arguments,
 )
 
@@ -57,14 +45,23 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
+    from torch_overlay.frame_facts import FrameFacts
+
 
 _aten = torch.ops.aten
 Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along each dimension
 
 
+# Note [Elements that an update left alone]
+# `v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
+# update left alone is in eager what it was, and a stream that had waited for `x + y` may read it; the same must hold of
+# that column in the new value. Views are followed where they select along dimensions; any other view counts as all of
+# its base.
+
+
 def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
-    too few.
+    too few. See Note [Elements that an update left alone].
     """
     if box is None and (box := _whole(node)) is None:
         return {node}
@@ -212,22 +209,22 @@ def _mutated_argument(node: Node) -> Node | None:
     """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
     results; None if the node is no new value of an argument.
     """
-    call, place = _call_and_place(node)
+    call, indices = _call_and_indices(node)
     if lists := _updated_lists(call):
-        which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
-        return lists[which[0]][place[-1]] if place and which else None
+        which = indices[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
+        return lists[which[0]][indices[-1]] if indices and which else None
     written = written_arguments(call)
-    return written.get(place[0]) if written and len(place) == 1 else None
+    return written.get(indices[0]) if written and len(indices) == 1 else None
 
 
-def _call_and_place(node: Node) -> tuple[Node, list[Any]]:
+def _call_and_indices(node: Node) -> tuple[Node, list[Any]]:
     """Return the operator that a value is a result of, and the indices that select the value from the results."""
-    place: list[Any] = []
+    indices: list[Any] = []
     call: Any = node
     while call.target is operator.getitem:
         call, index = call.args
-        place.insert(0, index)
-    return call, place
+        indices.insert(0, index)
+    return call, indices
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:
@@ -254,12 +251,12 @@ def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
     each in a list among the results.
     """
     if len(noted) > 1:
-        call, place = _call_and_place(node)
+        call, indices = _call_and_indices(node)
         results, index = call.meta.get("val"), 0
-        for i in place:
+        for i in indices:
             index += len(pytree.tree_leaves(results[:i])) if results else i
             results = results and results[i]
-        noted = noted[index:][:1] if place and not isinstance(results, (list, tuple)) else ()
+        noted = noted[index:][:1] if indices and not isinstance(results, (list, tuple)) else ()
     return noted[0] if noted else None
 
 
@@ -325,7 +322,7 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
 
 def results_made(output: Node) -> set[Node]:
     """Return the nodes whose memory a graph's results name; for an operator with several outputs, the outputs."""
-    return {viewed(value) for value in output.all_input_nodes}
+    return {storage_node(value) for value in output.all_input_nodes}
 
 
 def saved_in_eager(graph: Graph) -> set[Node]:
@@ -333,10 +330,10 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     backward reads before the partitioner chooses what is computed again instead.
     """
     readers = [node for node in graph.nodes if node.op == "call_function" and is_backward(node)]
-    return {viewed(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
+    return {storage_node(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
-def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory, ...]:
+def result_memory(output: Node, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
     """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each waits
     for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
     (`record_stream`) before the last update. Results that are the caller's own memory are left out.
@@ -350,15 +347,14 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory,
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         if (storage := _storage(record.args[0])) is not None:
             recorded.setdefault(storage, []).append((_allocating_node(record.args[0], updates=False), record.args[1]))
-    goes_on = registry.current().goes_on
-    known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
+    known = {*streams, *(info.index for info in frame.objects if info.kind == "stream")} if frame.goes_on else set()
     found = []
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
             made = _allocating_node(value, updates=False)
             others = {s for m, s in recorded.get(_storage(value), ()) if m is not made}
-            if goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
+            if frame.goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
                 others.update(known)  # which stream's memory generated code takes for it is not known yet
             found.append(ResultMemory(what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
@@ -385,17 +381,16 @@ def record_inputs(graph: Graph) -> None:
 
 
 def foreign_reads(
-    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset()
+    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset(), goes_on: bool = False
 ) -> tuple[ForeignRead, ...]:
     """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it (`kept`: `results_made`,
     `saved_in_eager`), or has the value in other memory, or the memory lives on: as the result of this update, or of a
     later one that the graph returns (`returned`: `returned_storages`), as the tensor that was given as `out`, or in a
-    variable after a graph break.
+    variable after a graph break, where the frame `goes_on`.
     """
     if is_view(node):  # a view launches nothing
         return ()
     targets = fact_of(node).eager_targets
-    goes_on = registry.current().goes_on
     found = set()
     written = written_arguments(node).values()
     for value in node.all_input_nodes:
@@ -408,7 +403,7 @@ def foreign_reads(
         if (storage := _storage(value)) is not None:
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream
-        own = viewed(value)
+        own = storage_node(value)
         if lives_on:
             found.add(ForeignRead(stream, "other"))
         else:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from torch_overlay.frame_facts import FrameFacts
+
 # (name of the graph module, position of the node, what its metadata says of streams), for each node with such metadata
 Placement = tuple[tuple[str, int, str], ...]
 
@@ -34,18 +36,15 @@ def placement(gm: torch.fx.GraphModule) -> Placement:
     return tuple(found)
 
 
-def stream_objects() -> tuple[object, ...]:
+def stream_objects(frame: FrameFacts) -> tuple[object, ...]:
     """Return what Dynamo knows of the streams and events of the frame, and of the streams that first read its inputs.
     If the frame uses the caller's stream alone, return whether the program has other streams: that matters to a copy
     that blocks the host.
     """
-    from torch_overlay._dynamo import registry
-    from torch_overlay._functorch.streams.autograd_nodes import first_readers_in_dynamo
-
-    objects, frame = tuple(map(repr, registry.describe())), registry.current()
+    objects = tuple(map(repr, frame.objects))
     if len(objects) <= 1:
-        objects = ("streams",) * registry.program_has_streams()
+        objects = ("streams",) * frame.program_has_streams
     if not objects:
         return ()
-    readers = sorted(first_readers_in_dynamo().items())
+    readers = sorted(frame.first_readers.items())
     return (*objects, *readers, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed)

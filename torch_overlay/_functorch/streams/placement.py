@@ -6,20 +6,19 @@ dependencies are order] in `streams.planner`), and erases them. Two vector-clock
 
 - forward: which states of the caller had each stream waited for when this node was issued? -> `Fact.after`
 - backward: which streams, events and host synchronisations had the user ordered after this node by the end? ->
-  `Fact.before`
-- the forward walk's last state: which of the caller's states is each stream ordered after at the end? -> `Fact.leave`,
-  the same on every node, because it belongs to the graph. It includes what the host learns from a copy that blocks it,
-  which holds even if the copy is left out.
+  `Fact.promised_to`
+- the forward walk's last state: which of the caller's states is each stream ordered after at the end? ->
+  `Fact.exit_waits`, the same on every node, because it belongs to the graph. It includes what the host learns from a
+  copy that blocks it, which holds even if the copy is left out.
 
 The facts are made of tokens (`streams.tokens`). Operations that the outside can see stay in the graph: records of
 events that somebody else can read, host synchronisation, queries. Each carries the token that it makes true in
-`Fact.requires`; the scheduler orders it after the nodes that carry the token.
+`Fact.requires`; the scheduler orders it after the nodes that carry the token. An update in place makes a new value,
+which keeps the promises of the elements that it left alone (`promise_parts`).
 
 An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over the
 stream and the tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation,
 not by where the copy stands.
-
-Keeps what a program was promised of results that an update of other elements made anew.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.range_ops import RANGES
 from torch_overlay._functorch.streams import autograd_nodes, memory
 from torch_overlay._functorch.streams.backward import mark_backward
 from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
-from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
+from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
     DEALLOC,
+    has_streams,
     is_backward,
     is_stream_op,
     launches_kernels,
     node_stream,
     place_on,
     RECORD,
-    viewed,
+    storage_node,
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
     from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay.frame_facts import FrameFacts
 
 
 _streams = torch.ops.streams
@@ -74,7 +74,7 @@ _streams = torch.ops.streams
 
 def _named(value: Node) -> Iterator[Node]:
     """Yield a value and the views below it, down to the node whose memory the value names."""
-    root = viewed(value)
+    root = storage_node(value)
     yield value
     while value is not root:
         value = value.args[0]  # type: ignore[assignment]
@@ -90,15 +90,15 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
     operation that the host waits for or asks stands between them. Otherwise, and where the host had waited, it waits
     for the update.
     """
-    place = {node: i for i, node in enumerate(output.graph.nodes)}
-    records = {fact_of(n).requires: i for n, i in place.items() if n.target is RECORD}
+    position = {node: i for i, node in enumerate(output.graph.nodes)}
+    records = {fact_of(n).requires: i for n, i in position.items() if n.target is RECORD}
     moves = (RECORD, *WAITS, DEALLOC)
-    fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
+    fixed = [i for n, i in position.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
     awaited = []
     for value in pytree.tree_leaves(output.args):
         if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
             continue
-        made, root = writers_of_elements(value), viewed(value)
+        made, root = writers_of_elements(value), storage_node(value)
         if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
             continue
         tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in made]
@@ -108,12 +108,12 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
         late = {
             t
             for t in known
-            if t.stream is None and (t not in records or any(records[t] < i < place[root] for i in fixed))
+            if t.stream is None and (t not in records or any(records[t] < i < position[root] for i in fixed))
         }
         if not late <= fact_of(root).promises:
             awaited.append((value, root))
         for node in _named(value):
-            add_before(node, known - late)
+            add_promised(node, known - late)
     return awaited
 
 
@@ -134,7 +134,7 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
             note_fact(
                 wait,
                 after=(),
-                before=(),
+                promised_to=(),
                 requires=tokens[stream],
                 order=order,
                 reads=None,
@@ -142,7 +142,7 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
                 eager_storage=(),
             )
         for node in _named(value):
-            add_before(node, (tokens[stream],))
+            add_promised(node, (tokens[stream],))
 
 
 def _place_subgraphs(gm: GraphModule) -> None:
@@ -166,27 +166,27 @@ def _place_subgraphs(gm: GraphModule) -> None:
             _place_subgraphs(body)
 
 
-def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
+def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    program = Program(nodes)
+    program = Program(nodes, frame)
     output = gm.graph.output_node()
-    returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams)
+    returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams, frame)
     kept = memory.results_made(output) | memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
-    (after, leave), before = program.after(), program.before()
+    (after, exit_waits), before = program.after(), program.promised_to()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
     # Nor has a graph that launches no kernel whose result somebody reads. The user's operations stay as they are.
     has_kernels = launches_kernels(gm)
     if not has_kernels:
-        leave = ()
+        exit_waits = ()
     for node in nodes:
-        if node.op == "placeholder" and leave and not is_backward(node):
-            note_fact(node, leave=leave, results=results)
+        if node.op == "placeholder" and exit_waits and not is_backward(node):
+            note_fact(node, exit_waits=exit_waits, results=results)
         if node.op != "call_function":
             continue
         # A view does nothing on a stream. Inductor may give a view that is returned memory of its own, which is filled
         # where the view's base is, and may make a view of a constant a constant of its own.
-        made = viewed(node)
+        made = storage_node(node)
         maker = made if made in known or (node in values and made.op == "call_function") else node
         stream = node_stream(maker)
         # Note [A backward is a region of its own]
@@ -198,9 +198,9 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         note_fact(
             node,
             after=tuple(sorted(waited)),
-            before=tuple(sorted(before.get(maker, frozenset()) | engine)),
-            leave=None if is_backward(node) else leave,
-            reads=memory.foreign_reads(node, returned, kept) if reads_memory else None,
+            promised_to=tuple(sorted(before.get(maker, frozenset()) | engine)),
+            exit_waits=None if is_backward(node) else exit_waits,
+            reads=memory.foreign_reads(node, returned, kept, frame.goes_on) if reads_memory else None,
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),
             order=program.ops.index(node) if is_stream_op(node) else None,
@@ -229,29 +229,29 @@ def _number_ranges(nodes: Sequence[Node]) -> None:
             before[side] += node.target in RANGES
 
 
-def place_streams(gm: GraphModule) -> None:
+def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
     A graph without streams is left untouched, unless it blocks the host in a program that has streams. A `with` block
     on the caller's stream is no placement: upstream's scheduler would take it for a side stream.
     """
-    if registry.program_has_streams():
+    if frame.program_has_streams:
         split_lists(gm.graph)
     nodes = list(gm.graph.nodes)
     _place_subgraphs(gm)
-    if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not orders_by_blocking(nodes):
+    if not has_streams(nodes) and not orders_by_blocking(nodes, frame):
         for node in nodes:
             if "stream" in node.meta.get("custom", {}):
                 place_on(node, CALLERS_STREAM)
         return
-    autograd_nodes.note(gm.graph)
+    autograd_nodes.note(gm.graph, frame.first_readers)
     place_first_copies(gm.graph)
     mark_backward(gm.graph)
-    keep_waits(gm.graph)
+    keep_waits(gm.graph, frame)
     memory.record_inputs(gm.graph)
     nodes = list(gm.graph.nodes)
-    _place_program(gm, [n for n in nodes if not is_backward(n)])
-    _place_program(gm, [n for n in nodes if is_backward(n)])
+    _place_program(gm, [n for n in nodes if not is_backward(n)], frame)
+    _place_program(gm, [n for n in nodes if is_backward(n)], frame)
     follow_mutations(gm.graph)
     _number_ranges(nodes)
     gm.recompile()

@@ -1,19 +1,9 @@
 """Walk the user's stream program: what each node's stream has waited for, and what was ordered after each node.
 
-There are two vector-clock walks over the operations of one graph, in program order; `placement` writes their results on
-nodes.
-
-Find the copies between two GPUs, which eager orders with two streams though nobody wrote a wait.
-
-PyTorch runs a copy between GPUs on the stream that is current on the source's device. That stream first waits for the
-one that is current on the destination's device, which waits for it afterwards. So a copy is two waits of the user's
-stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
-node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
-
-Keeps the waits of copies between host and device for which the host waits.
-
-A program may rely on such a copy: all that the host launches later comes after it. The compiler may leave a copy out,
-and one operation on lists may be several copies, of which only some are between host and device.
+`Program` makes two vector-clock walks over the operations of one graph, in program order; `placement` writes their
+results on nodes. Two kinds of copies order work though nobody wrote a wait: a copy between two GPUs (Note [Copies
+between GPUs are two waits]), and a copy between host and device for which the host waits (Note [Copies that block the
+host]).
 """
 
 from __future__ import annotations
@@ -24,8 +14,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import Leave
+from torch_overlay._functorch.streams.facts import ExitWait
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
@@ -47,6 +36,14 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay.frame_facts import FrameFacts
+
+
+# Note [Copies between GPUs are two waits]
+# PyTorch runs a copy between GPUs on the stream that is current on the source's device. That stream first waits for the
+# one that is current on the destination's device, which waits for it afterwards. So a copy is two waits of the user's
+# stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
+# node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
 
 
 _COPIES = (
@@ -65,8 +62,8 @@ def _device(node: Node) -> int | None:
 class PeerCopies:
     """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
-    def __init__(self) -> None:
-        streams = [i for i in registry.describe() if i.kind == "stream" and i.device is not None]
+    def __init__(self, frame: FrameFacts) -> None:
+        streams = [i for i in frame.objects if i.kind == "stream" and i.device is not None]
         self.devices = {i.index: i.device.index for i in streams if i.device is not None}
         self.callers_stream = {
             i.device.index: i.index for i in streams if i.origin == "current" and i.device is not None
@@ -95,9 +92,9 @@ class PeerCopies:
 _streams = torch.ops.streams
 
 
-def _observed_events(ops: Sequence[Node]) -> set[int]:
+def _observed_events(ops: Sequence[Node], frame: FrameFacts) -> set[int]:
     """Return the events whose record is visible outside: the caller holds them, or the host reads them here."""
-    observed = {info.index for info in registry.describe() if info.escapes}
+    observed = {info.index for info in frame.objects if info.escapes}
     for node in ops:
         reads_events = node.target is _streams.synchronize_event.default or "event" in str(node.target)
         if (reads_events or "elapsed_time" in str(node.target)) and node.target not in (RECORD, *WAITS, DEALLOC):
@@ -108,11 +105,11 @@ def _observed_events(ops: Sequence[Node]) -> set[int]:
 class Program:
     """The stream operations of one graph in program order, and the tokens that they give each node."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], frame: FrameFacts) -> None:
         self.nodes = nodes
         self.ops = [n for n in self.nodes if is_stream_op(n)]
-        self.observed = _observed_events(self.ops)
-        copies = PeerCopies()
+        self.observed = _observed_events(self.ops, frame)
+        copies = PeerCopies(frame)
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
@@ -142,7 +139,7 @@ class Program:
             return node.args[0] in self.observed
         return node.target not in (*WAITS, DEALLOC)
 
-    def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[Leave, ...]]:
+    def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[ExitWait, ...]]:
         """Return the caller's states that each node's stream has waited for when the node is issued, and those that
         each stream has waited for in the end.
         """
@@ -192,10 +189,10 @@ class Program:
         ends: list[tuple[int, frozenset[Token], Token | None]] = [(s, tokens, None) for s, tokens in clock.items()]
         for copy, states in learnt.items():
             ends += [(stream, states - {state(stream)} - clock[stream], copy) for stream in self.streams]
-        leave = [Leave(stream, tuple(sorted(tokens)), copy) for stream, tokens, copy in ends if tokens]
-        return found, tuple(sorted(leave, key=lambda end: (end.stream, end.tokens, end.unless or ())))
+        exit_waits = [ExitWait(stream, tuple(sorted(tokens)), copy) for stream, tokens, copy in ends if tokens]
+        return found, tuple(sorted(exit_waits, key=lambda end: (end.stream, end.tokens, end.unless or ())))
 
-    def before(self) -> dict[Node, frozenset[Token]]:
+    def promised_to(self) -> dict[Node, frozenset[Token]]:
         """Return what the user has ordered after each node by the end of the graph."""
         promised: dict[int, frozenset[Token]] = defaultdict(frozenset)
         by_event: dict[int, frozenset[Token]] = defaultdict(frozenset)
@@ -239,6 +236,12 @@ class Program:
         return found
 
 
+# Note [Copies that block the host]
+# A program may rely on such a copy: all that the host launches later comes after it. The compiler may leave a copy out,
+# and one operation on lists may be several copies, of which only some are between host and device. Where a copy may be
+# left out, its wait is kept (`keep_waits`), and lists are split into single copies (`split_lists`).
+
+
 KEPT_WITH_WAITS = ("custom", "stack_trace", "partitioner_tag", "seq_nr")  # in `meta`, of what the host waits for
 
 _aten = torch.ops.aten
@@ -250,19 +253,19 @@ def _is_number(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.dim() == 0
 
 
-def orders_by_blocking(nodes: Sequence[Node]) -> bool:
+def orders_by_blocking(nodes: Sequence[Node], frame: FrameFacts) -> bool:
     """True if the host learns from a copy that all work before it is done, in a program that may launch on another
     stream afterwards, in another frame.
     """
-    return registry.program_has_streams() and any(blocks_host(n) and not _is_number(n) for n in nodes)
+    return frame.program_has_streams and any(blocks_host(n) and not _is_number(n) for n in nodes)
 
 
-def keep_waits(graph: Graph) -> None:
+def keep_waits(graph: Graph, frame: FrameFacts) -> None:
     """Insert a host wait where a copy that blocks the host may be left out: a copy that nobody reads, or one of a
     constant. The streams of this graph are ordered as if after the copy (`Program.after`). Before a graph break and
     after it there may be other streams, so the host waits for the copy's stream.
     """
-    if not (registry.current().goes_on or registry.current().is_resumed):
+    if not (frame.goes_on or frame.is_resumed):
         return
     read: set[Any] = set()
     known = constants(graph)

@@ -12,7 +12,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.facts import add_after, add_before, fact_of, note_fact, NOTHING, replace_fact
+from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of, note_fact, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
@@ -65,7 +65,7 @@ def _order_late_readers(value: Node, given: Node) -> None:
     promised = [{state(node_stream(r)), *fact_of(r).promises} for r in readers]
     states = {token for token in set.intersection(*promised) if token.stream is not None} if promised else set()
     for reader in _readers(value):
-        add_before(reader, states)
+        add_promised(reader, states)
 
 
 def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:

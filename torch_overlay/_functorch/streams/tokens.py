@@ -1,8 +1,8 @@
 """Name the order between a graph and the outside, as far as streams, events and the host can observe it, by tokens.
 
 `after` of a node holds the states of the caller that the node's stream had waited for when the node was issued;
-`before` holds what the user ordered after the node by the end of the graph. Order between nodes is data dependence and
-needs no token.
+`promised_to` holds what the user ordered after the node by the end of the graph. Order between nodes is data dependence
+and needs no token.
 
 | token | printed | meaning |
 |---|---|---|

@@ -22,11 +22,11 @@ from torch._dynamo.utils import counters
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import causes, compiled_region, keys, live, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, keys, runners, split_off
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph_for_any_size, Work
+from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest, capturing, make_graph_for_any_size
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of, stages_of
@@ -69,16 +69,16 @@ class RegionGraphs:
         alignments = [wanted.get(k, compiled_region.FULL) for k in range(len(inputs))]
         numbers = {k: inputs[k] for k in self.keys.free}
         rest = state.plan, self.code, sizes, numbers, states.is_shared(state)
-        work = Work(self.region.device, self.region.model, inputs, alignments, *rest)
+        request = CaptureRequest(self.region.device, self.region.model, inputs, alignments, *rest)
         if not capturing.acquire(blocking=False):
             return False
         try:
             states.warm_ups, before = 0, sizes.instantiated
-            made = make_or_blame(work)
-            if work.plan.opaque:
-                self._compare(work, made)
+            made = make_or_blame(request)
+            if request.plan.opaque:
+                self._compare(request, made)
             # The bound is for graphs that take memory of the device.
-            states.captures += not work.is_shared or sizes.instantiated > before
+            states.captures += not request.is_shared or sizes.instantiated > before
         except CaptureFailed as failed:
             states.captures += 1
             self._fail(state, failed)
@@ -89,7 +89,7 @@ class RegionGraphs:
         for launcher in launchers:
             if (patcher := getattr(launcher, "patcher", None)) is not None:
                 patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
-        live.count_capture(graph_of(made).nodes)
+        runners.count_capture(graph_of(made).nodes)
         relaunch = self._finished(made)
         states.set_graph(state, relaunch, launchers[0].shared)
         state.captured_for = wanted
@@ -97,15 +97,15 @@ class RegionGraphs:
         with states.lock:
             states.launched_before -= launches_of(made)  # it was launched to compare it, for no call
             if not key and not self.keys.seeds and states.get(key) is state:
-                states.attempt = relaunch.attempt
+                states.try_launch = relaunch.try_launch
         self._say_bound()
         return True
 
-    def _compare(self, work: Work, made: Relaunch | Split) -> None:
+    def _compare(self, request: CaptureRequest, made: Relaunch | Split) -> None:
         """Raise CaptureFailed if a launch on copies of these inputs has other results than the compiled code: Note
         [Kernels outside of a capture] of `blame`."""
         unwritten = set(self.code.static_inputs).difference(self.code.mutated_inputs)
-        shared = {id(work.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
+        shared = {id(request.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
 
         def clone(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if id(tensor) in shared else compiled_region.clone_flat(tensor)
@@ -113,10 +113,10 @@ class RegionGraphs:
         counts = counters["torch_overlay"]
         launched = counts["cudagraph_relaunches"]
         try:
-            Verified(made, self.region.plain, self.code, clone).check(work.inputs)
+            Verified(made, self.region.plain, self.code, clone).check(request.inputs)
         except VerifyError as error:
             causes.log.info("%s: %s", self.code.name, error)
-            culprit = find_differing(work)
+            culprit = find_differing(request)
             raise CaptureFailed("operator", str(error) if culprit is None else culprit.did, culprit) from error
         except torch.OutOfMemoryError as error:
             raise CaptureFailed("out-of-memory", str(error), None, is_final=False) from error
@@ -127,7 +127,7 @@ class RegionGraphs:
 
     def add(self, key: Any, made: Relaunch, nodes: int) -> State:
         """Keep a graph that serves calls whose own keys have no state."""
-        live.count_capture(nodes)
+        runners.count_capture(nodes)
         state = State()
         state.relaunch = self._finished(made)
         self.states.add(key, state)
@@ -353,8 +353,8 @@ class AnySizeGraph:
         numbers = free | {k: inputs[k] for k in varied}
         others = {k: perturbed(v) for k, v in free.items()} | {k: seen.numbers[k] for k in varied}
         rest = runner.plan, code, runner.states.sizes, numbers
-        work = Work(region.device, region.model, inputs, alignments, *rest)
-        arrangement, (launcher,), sized = make_graph_for_any_size(work, Seen(others, seen.views))
+        request = CaptureRequest(region.device, region.model, inputs, alignments, *rest)
+        arrangement, (launcher,), sized = make_graph_for_any_size(request, Seen(others, seen.views))
         static = region.code.static_inputs
         made = Relaunch(region.device, arrangement.layout, launcher, static, alignments, sized=sized)
         causes.log.info("%s: a graph of %d nodes for any size", region.code.name, launcher.nodes)

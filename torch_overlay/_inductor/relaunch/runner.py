@@ -29,7 +29,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, causes, keys, live
+from torch_overlay._inductor.relaunch import attention_seeds, causes, keys, runners
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion, LEAST
@@ -153,11 +153,11 @@ class Runner:
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
         self._is_current = device.current, device.index, device.is_capturing
-        live.runners.add(self)
+        runners.known.add(self)
 
     def __call__(self, inputs: list[Any]) -> Any:
-        attempt = self.states.attempt
-        if attempt is not None and (result := attempt(inputs)) is not None:
+        try_launch = self.states.try_launch
+        if try_launch is not None and (result := try_launch(inputs)) is not None:
             return result
         return self._find_and_launch(inputs)
 
@@ -174,8 +174,8 @@ class Runner:
         if state is not None and (relaunch := state.relaunch) is not None:
             if len(states) > 1:
                 states.touch(found)
-            if (attempt := relaunch.attempt) is not None:
-                if (result := attempt(inputs)) is not None:
+            if (try_launch := relaunch.try_launch) is not None:
+                if (result := try_launch(inputs)) is not None:
                     return result
                 return self._run_without_graph_yet(key, inputs)
             current, index, is_capturing = self._is_current
@@ -299,7 +299,7 @@ class Runner:
         with states.lock:
             if call_keys.seeds.issuperset(found):
                 return
-            call_keys.seeds, states.attempt = call_keys.seeds.union(found), None
+            call_keys.seeds, states.try_launch = call_keys.seeds.union(found), None
             if call_keys.seeds.isdisjoint(call_keys.keyed):
                 return
             if states.get(key) is state:

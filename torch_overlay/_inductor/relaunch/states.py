@@ -77,17 +77,17 @@ class State:
 
 class States(OrderedDict[Any, State]):
     """The states of a region by key, the most recently used last. `bound`: so many have graphs; `captures` and
-    `warm_ups`: of them all, warm-ups since the last capture; `attempt`: that of the only state's graph, if the region
-    needs no key. Who changes them holds `lock`."""
+    `warm_ups`: of them all, warm-ups since the last capture; `try_launch`: that of the only state's graph, if the
+    region needs no key. Who changes them holds `lock`."""
 
-    __slots__ = ("attempt",)  # which each call reads; attributes of a subclass of OrderedDict are slow
+    __slots__ = ("try_launch",)  # which each call reads; attributes of a subclass of OrderedDict are slow
 
     def __init__(self, bound: int, executables: int) -> None:
         super().__init__()
         self.bound, self.sizes = bound, Sizes(executables)
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.captures = self.warm_ups = 0
-        self.attempt: Callable[[list[Any]], Any] | None = None
+        self.try_launch: Callable[[list[Any]], Any] | None = None
         self.seen: OrderedDict[Any, bool] = OrderedDict()  # keys that came once, when most come only once
         self.launched_before = 0  # launches of graphs that are dropped
 
@@ -140,7 +140,7 @@ class States(OrderedDict[Any, State]):
 
     def replace(self, states: dict[Any, State]) -> None:
         with self.lock:
-            self.attempt = None
+            self.try_launch = None
             self.clear()
             self.update(states)
 
@@ -158,7 +158,7 @@ class States(OrderedDict[Any, State]):
         """Give a state its graph, in place of the one that it may have had; without arguments, take it away."""
         with self.lock:
             self.launched_before += launches_of(state.relaunch)
-            state.relaunch, state.shared, self.attempt = relaunch, shared, None
+            state.relaunch, state.shared, self.try_launch = relaunch, shared, None
 
     def drop_unkept(self) -> None:
         """Drop the graphs whose shared executable is kept no longer."""

@@ -48,7 +48,7 @@ class VerifyError(RuntimeError):
 class Verified:
     """A `Relaunch` whose results are compared with those of the compiled code at each launch."""
 
-    attempt = None
+    try_launch = None
 
     def __init__(
         self,

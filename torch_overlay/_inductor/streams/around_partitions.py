@@ -16,7 +16,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
+from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
 from torch_overlay._functorch.streams.tokens import events_of, state, streams_of
@@ -25,7 +25,7 @@ from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, owner_of, stream_operation, user_stream
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
-    leaving,
+    exit_waits,
     private_streams,
     saved_on_streams,
     stream_devices,
@@ -66,7 +66,7 @@ def _outside(scheduler: Scheduler) -> tuple[list[int], list[int]]:
             tokens = {*(fact_of(origin).after or ()), *fact_of(origin).promises}
             streams |= streams_of(tokens)
             events |= events_of(tokens)
-    for end in leaving():
+    for end in exit_waits():
         streams |= streams_of(end.tokens) | ({end.stream} if not V.graph.is_backward else set())
         events |= events_of(end.tokens)
     streams |= {*nested_streams()}
@@ -78,7 +78,7 @@ def _left_behind(streams: Collection[int]) -> list[int]:
     """Return the other streams of the user that a backward orders at its exit, because it frees memory that the forward
     saved on them, or because gradients passed through them.
     """
-    engine = {end.stream for end in leaving()} - {CALLERS_STREAM} if V.graph.is_backward else set()
+    engine = {end.stream for end in exit_waits()} - {CALLERS_STREAM} if V.graph.is_backward else set()
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
@@ -107,7 +107,7 @@ def _allocated_on(scheduler: Scheduler, name: str) -> int:
 @contextlib.contextmanager
 def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     """Write the order around the partitions of a graph, whose lines are generated inside, if streams need any."""
-    if inductor_config.triton.cudagraphs and registry.handle_is_read():
+    if inductor_config.triton.cudagraphs and frame_facts.current().handle_is_read:
         V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     if not inductor_config.triton.cudagraphs or not (needs_plan(scheduler) or nested_streams()):
         yield

@@ -39,14 +39,15 @@ from torch_overlay._functorch.streams.facts import fact_of, merged, replace_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
+    has_streams,
     is_asynchronous_copy,
     is_synchronization,
     is_view,
     is_view_operator,
     node_stream,
+    storage_node,
     updated_operands,
     updates_operands,
-    viewed,
 )
 from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.streams import host_copies
@@ -81,7 +82,7 @@ def make_copies_in_place(graph: Graph) -> None:
         if is_asynchronous_copy(node)
         # The host would write a constant at once, beside earlier work on the copy's stream.
         if node.args[1].meta["val"].device.type != "cpu"
-        or ((root := viewed(node.args[1])) not in known and root.op != "get_attr")
+        or ((root := storage_node(node.args[1])) not in known and root.op != "get_attr")
     ]
     if copies:
         host_copies.register()
@@ -126,7 +127,7 @@ class _Rewriter:
         self.order: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
         self.writes: dict[Node, Node] = {}  # by memory: the last copy into it
         filled = (n for n in graph.nodes if updates_operands(n.target))  # by operators that update their operands
-        self.filled = {viewed(value) for node in filled for value in updated_operands(node)}
+        self.filled = {storage_node(value) for node in filled for value in updated_operands(node)}
         self.in_place = self.updates_in_place()
 
     def run(self) -> None:
@@ -151,10 +152,10 @@ class _Rewriter:
     def chain(self, value: Any) -> tuple[Node, list[Node]]:
         """Return what a value was before updates, and the updates, including updates of parts of it."""
         steps: list[Node] = []
-        root = viewed(value)
+        root = storage_node(value)
         while self.is_update(root):
             steps.append(root)
-            root = viewed(root.args[0])  # type: ignore[arg-type]
+            root = storage_node(root.args[0])  # type: ignore[arg-type]
         for step in list(steps):
             if step not in self.copies and self.is_update(part := step.args[1]):
                 base, parts = self.chain(part)
@@ -169,7 +170,7 @@ class _Rewriter:
         written: dict[Node, set[Node]] = {}  # the caller's memory -> updates that it gets
         for write in self.graph.find_nodes(op="call_function", target=_aten.copy_.default):
             root, steps = self.chain(write.args[1])
-            if root.op == "placeholder" and viewed(write.args[0]) is root:
+            if root.op == "placeholder" and storage_node(write.args[0]) is root:
                 written.setdefault(root, set()).update(steps)
         found: set[Node] = set()
         memory = {n for n in self.graph.nodes if n.op == "call_function" and is_pinned(n)}
@@ -203,7 +204,7 @@ class _Rewriter:
                 base = given
                 if (values := self.as_memory(node, base)) is None:
                     return
-                self.emit(node, viewed(base), base.meta["val"], place)
+                self.emit(node, storage_node(base), base.meta["val"], place)
                 self.replace(node, base, values)
                 return
 
@@ -222,7 +223,7 @@ class _Rewriter:
             for made in (view, write):
                 made.meta = {**node.meta, "val": self.part(node, base)}  # type: ignore[arg-type]
             self.order[view] = self.order[write] = self.order[node]
-            viewed(base).meta[IN_PLACE] = True  # type: ignore[arg-type]
+            storage_node(base).meta[IN_PLACE] = True  # type: ignore[arg-type]
         self.replace(node, base, values)
 
     def write_back(self, node: Node) -> None:
@@ -231,7 +232,7 @@ class _Rewriter:
         """
         target: Any = node.args[0]
         value: Any = node.args[1]
-        memory, part = viewed(target), target.meta["val"]
+        memory, part = storage_node(target), target.meta["val"]
         if IN_PLACE not in memory.meta or not self.is_part(value, target, part):
             if not self.is_only_for(value, node):
                 return
@@ -262,7 +263,7 @@ class _Rewriter:
 
     def into_new_memory(self, copy: Node) -> None:
         value = copy.meta["val"]
-        root = viewed(copy.args[0])  # type: ignore[arg-type]
+        root = storage_node(copy.args[0])  # type: ignore[arg-type]
         pinned = value.device.type == "cpu" and is_pinned(root)
         with self.graph.inserting_before(copy):
             made = self.graph.call_function(MEMORY_LIKE, (copy.args[0], pinned))
@@ -282,7 +283,7 @@ class _Rewriter:
         """Return the memory to write to, or a view of it: its old values must not be read later. Memory that is
         computed from nothing is computed once more for that; None if the copy can't be made in place.
         """
-        root = viewed(base)
+        root = storage_node(base)
         if root in self.in_place:  # an update that couldn't be made in place
             return None
         if not self.is_read_later(base, node, place):
@@ -321,7 +322,7 @@ class _Rewriter:
                     yield value, user
 
     def is_read_later(self, base: Node, node: Node, place: Node) -> bool:
-        root, part = viewed(base), base.meta["val"]
+        root, part = storage_node(base), base.meta["val"]
         # Upstream has made the update in place; what is read after it is the new value.
         ends = [self.order[u] for u in node.users if u.target is _aten.copy_.default and self.is_put(u, root, part)]
         for value, user in self.users(root):
@@ -333,7 +334,7 @@ class _Rewriter:
 
     def is_put(self, write: Node, memory: Node, part: torch.Tensor) -> bool:
         target: Any = write.args[0]
-        return viewed(target) is memory and geometry(target.meta["val"]) == geometry(part)
+        return storage_node(target) is memory and geometry(target.meta["val"]) == geometry(part)
 
     def puts(self, user: Node, base: Node, node: Node, part: torch.Tensor) -> bool:
         """True if an update puts a copy into the part of the memory into which it is made anyway."""
@@ -345,14 +346,14 @@ class _Rewriter:
         if not isinstance(update, torch.fx.Node) or update.target not in _SCATTER_OP_TO_VIEW:
             return False
         inner: Any = update.args[0]
-        is_same = viewed(inner) is viewed(base) and geometry(inner.meta["val"]) == made
+        is_same = storage_node(inner) is storage_node(base) and geometry(inner.meta["val"]) == made
         return is_same and self.puts(update, inner, node, part)
 
     def may_change(self, source: Node, first: Node, last: Node) -> bool:
         """True if what a copy reads is written between two places."""
-        root, node = viewed(source), first.next
+        root, node = storage_node(source), first.next
         while node is not last:
-            if node.op == "call_function" and root in map(viewed, updated_operands(node)):
+            if node.op == "call_function" and root in map(storage_node, updated_operands(node)):
                 return True
             node = node.next
         return False
@@ -365,7 +366,7 @@ class _Rewriter:
 
     def is_part(self, value: Node, base: Node, part: torch.Tensor) -> bool:
         """True if a value is that part of the memory that a base is a view of."""
-        if not isinstance(value, torch.fx.Node) or viewed(value) is not viewed(base):
+        if not isinstance(value, torch.fx.Node) or storage_node(value) is not storage_node(base):
             return False
         return geometry(value.meta["val"]) == geometry(part)
 
@@ -374,7 +375,7 @@ class _Rewriter:
         none.
         """
         values: dict[Node, Any] = {node: base.meta["val"]}
-        if node.meta["val"].dtype != values[node].dtype or viewed(base).meta["val"].dtype != values[node].dtype:
+        if node.meta["val"].dtype != values[node].dtype or storage_node(base).meta["val"].dtype != values[node].dtype:
             return None
         todo = [node]
         while todo:
@@ -419,7 +420,11 @@ def computed_in_place(graph: Any, node: Node) -> bool:
         return False
     args: Any = node.args
     part, result = args[:2]
-    if not isinstance(result, torch.fx.Node) or len(result.users) > 1 or not _has_streams(graph):
+    if (
+        not isinstance(result, torch.fx.Node)
+        or len(result.users) > 1
+        or not has_streams(graph.module.graph.nodes, None)
+    ):
         return False
     kernel, target = graph.env[result], graph.env[part]
     while isinstance(kernel, ir.MutableBox):
@@ -445,10 +450,6 @@ def computed_in_place(graph: Any, node: Node) -> bool:
     return True
 
 
-def _has_streams(graph: Any) -> bool:
-    return any(node_stream(n) for n in graph.module.graph.nodes)
-
-
 def write_back_parts(graph: Graph) -> None:
     """Write back only the part of an input that the program updates, where upstream doesn't find it below other views
     than slices: `z.real.add_(x)`, `x.view(4, -1)[1].add_(y)`. All else that reads the new value has to be results.
@@ -461,7 +462,7 @@ def write_back_parts(graph: Graph) -> None:
         part, value, steps = _updated_part(given, new)
         if not steps or part.is_complex() or part.device.type == "cpu" or part.dtype != value.meta["val"].dtype:
             continue
-        if viewed(value) is not given:
+        if storage_node(value) is not given:
             register()
             with graph.inserting_before(write):
                 made = graph.call_function(COPY_ASYNC, (given, value))
@@ -498,7 +499,7 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
         while scatter.op == "call_function" and is_view(scatter):
             views.append(scatter)
             scatter = scatter.args[0]
-        if scatter.target not in _SCATTER_OP_TO_VIEW or viewed(base := scatter.args[0]) is not given:
+        if scatter.target not in _SCATTER_OP_TO_VIEW or storage_node(base := scatter.args[0]) is not given:
             return part, value, steps
         with V.fake_mode:
             whole = base.meta["val"]
@@ -522,7 +523,7 @@ def inputs_in_parts(graph: Graph) -> set[str]:
     """Return the names of inputs of which a part is written in place."""
     writes = graph.find_nodes(op="call_function", target=COPY_ASYNC)
     writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if is_view(n.args[0])]
-    return {str(memory.target) for write in writes if (memory := viewed(write.args[0])).op == "placeholder"}
+    return {str(memory.target) for write in writes if (memory := storage_node(write.args[0])).op == "placeholder"}
 
 
 def saved_views(graph: Graph) -> set[str]:
@@ -591,7 +592,7 @@ def reason(node: Node) -> str:
     part, given = node.meta[DESTINATION], source.meta["val"]  # type: ignore[union-attr]
     if part.device == given.device:  # what a program updates of an input
         return ""
-    host, root = (part, memory) if part.device.type == "cpu" else (given, viewed(source))  # type: ignore[arg-type]
+    host, root = (part, memory) if part.device.type == "cpu" else (given, storage_node(source))  # type: ignore[arg-type]
     if root.op != "placeholder" and not is_pinned(root):  # type: ignore[union-attr]
         return "the host memory isn't pinned"
     if _is_gathered(part, given, host):

@@ -19,7 +19,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.device_peaks import bytes_per_us
-from torch_overlay._functorch.streams.facts import add_after, add_before, fact_of
+from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, state
@@ -142,7 +142,7 @@ def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> l
         for node in branch:
             place_on(node, CALLERS_STREAM)
             add_after(node, (state(stream),))
-            add_before(node, (state(stream),))
+            add_promised(node, (state(stream),))
         folded.append(stream)
         log.debug(
             "stream %d: %d pointwise nodes, %.2f us on the device, run on the caller's stream",

@@ -2,39 +2,10 @@
 
 A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
 becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass, a
-node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces
-(`PassLog`, `NewNodes`). Where a node was removed because it did nothing, its readers take over the tokens
-that the caller relies on.
-
-Log the nodes that a pass over an FX graph makes, and the nodes that they replace.
-
-A pass works in steps: it creates nodes, then replaces or erases the old ones. FX reports each change to hooks of the
-graph's module, so the log knows of each new node which nodes it replaces:
-
-- the nodes whose readers it was given to, and what the same step erases of the same operands;
-- for a write in place, which nobody reads: the nodes that go in the same step and read the same values.
-
-Where a node is made and replaced within the pass, its replacement also replaces what that node had replaced.
-
-Place every operation that a pass makes: give it a stream, and tokens for what the caller relies on.
-
-A new node without a placement of its own is placed by the first of these rules that applies:
-
-1. A node takes the placement of those that it replaces (`PassLog`).
-2. A node that replaces none is computed for its readers, and runs where they do.
-3. A node that nobody reads but the caller runs where its operands were computed.
-
-Where those nodes are on several streams, the node takes the stream that its operands come from, or the first: any is
-right, for the planner orders what crosses streams. Tokens taken from another stream's node keep their meaning, so the
-node also gets the token of that stream's state.
-
-Keep updates of parts of one tensor from several streams in place.
-
-`torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
-scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
-updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
-whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
-are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
+node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces: a log
+of the pass knows these nodes (Note [Which nodes a new node replaces]), and rules place the new ones (Note [Rules of
+placement]). Where a node was removed because it did nothing, its readers take over the tokens that the caller relies
+on. One pass is made to keep updates in place that several streams share (Note [Parts of one tensor]).
 """
 
 from __future__ import annotations
@@ -48,7 +19,7 @@ from torch._inductor.fx_passes import reinplace
 
 from torch_overlay._functorch.streams.facts import (
     add_after,
-    add_before,
+    add_promised,
     Fact,
     fact_in,
     fact_of,
@@ -56,7 +27,15 @@ from torch_overlay._functorch.streams.facts import (
     note_fact,
     union_of_facts,
 )
-from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, is_view, node_stream, place_on, viewed
+from torch_overlay._functorch.streams.fx import (
+    blocks_host,
+    has_streams,
+    is_stream_op,
+    is_view,
+    node_stream,
+    place_on,
+    storage_node,
+)
 from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
@@ -95,6 +74,16 @@ class _Step:
     made: list[Node] = dataclasses.field(default_factory=list)
     replaced: dict[Node, None] = dataclasses.field(default_factory=dict)
     erased: dict[Node, None] = dataclasses.field(default_factory=dict)
+
+
+# Note [Which nodes a new node replaces]
+# A pass works in steps: it creates nodes, then replaces or erases the old ones. FX reports each change to hooks of the
+# graph's module, so the log knows of each new node which nodes it replaces:
+#
+# - the nodes whose readers it was given to, and what the same step erases of the same operands;
+# - for a write in place, which nobody reads: the nodes that go in the same step and read the same values.
+#
+# Where a node is made and replaced within the pass, its replacement also replaces what that node had replaced.
 
 
 class PassLog:
@@ -224,9 +213,16 @@ def is_placed(custom: Custom | None) -> bool:
     return fact_in(custom).is_placed
 
 
-def needs_streams(custom: Custom | None) -> bool:
-    """True if a graph with a node of this metadata has to be placed."""
-    return custom is not None and bool(custom.get("stream") or fact_in(custom).has_tokens)
+# Note [Rules of placement]
+# A new node without a placement of its own is placed by the first of these rules that applies:
+#
+# 1. A node takes the placement of those that it replaces (`PassLog`).
+# 2. A node that replaces none is computed for its readers, and runs where they do.
+# 3. A node that nobody reads but the caller runs where its operands were computed.
+#
+# Where those nodes are on several streams, the node takes the stream that its operands come from, or the first: any is
+# right, for the planner orders what crosses streams. Tokens taken from another stream's node keep their meaning, so the
+# node also gets the token of that stream's state.
 
 
 class NewNodes:
@@ -251,7 +247,7 @@ class NewNodes:
             else:
                 left.append(node)
         for node in reversed(left):
-            makers = [viewed(value) for value in node.all_input_nodes]
+            makers = [storage_node(value) for value in node.all_input_nodes]
             made = [self._known(maker.meta.get("custom")) for maker in makers if _computes(maker)]
             if known := [custom for custom in made if custom is not None]:
                 _place(node, known, reads=False)
@@ -288,11 +284,11 @@ def _computes(node: Node) -> bool:
 
 def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
     streams = [custom.get("stream") or 0 for custom in customs]
-    operands = {node_stream(viewed(value)) for value in node.all_input_nodes if value.op == "call_function"}
+    operands = {node_stream(storage_node(value)) for value in node.all_input_nodes if value.op == "call_function"}
     stream = node_stream(node) or next((s for s in streams if s in operands), streams[0])
     place_on(node, stream)
     made = union_of_facts(list(map(fact_in, customs)))
-    for name in made.keys() & {"after", "before"}:
+    for name in made.keys() & {"after", "promised_to"}:
         made[name] = tuple(sorted({*made[name], *map(state, streams)} - {state(stream)}))
     if not reads or {*streams} != {stream}:
         made["reads"] = None
@@ -311,13 +307,14 @@ def _keep_marks(node: Node, gone: Sequence[Custom]) -> None:
         note_fact(node, is_dropped=True)
 
 
-def has_streams(graph: Graph) -> bool:
-    return any(needs_streams(node.meta.get("custom")) for node in graph.nodes)
+def needs_placement(nodes: Iterable[Node]) -> bool:
+    """True if a graph with these nodes has to be placed: all that passes make in it, too."""
+    return has_streams(nodes, lambda node: fact_of(node).has_tokens)
 
 
 def begin_pass(gm: GraphModule) -> PassLog | None:
     """Begin to log a pass over a graph with streams; None for another graph, and within a pass that is logged."""
-    if PassLog.of(gm.graph) is not None or not has_streams(gm.graph):
+    if PassLog.of(gm.graph) is not None or not needs_placement(gm.graph.nodes):
         return None
     return PassLog(
         gm,
@@ -379,7 +376,7 @@ def _restore(graph: Graph, log: PassLog) -> None:
 def _given_to_caller(graph: Graph) -> set[Node]:
     """Return the values that are in the caller's memory in the end: results, and what is written back to inputs."""
     written = (copy.args for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
-    inputs = {viewed(value) for given, value, *_ in written if given.op == "placeholder"}
+    inputs = {storage_node(value) for given, value, *_ in written if given.op == "placeholder"}
     return results_made(graph.output_node()) | inputs
 
 
@@ -389,9 +386,9 @@ def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], 
     The caller's memory is still read when that node would have read it: after what the node's stream had waited for,
     and before what the user ordered after the node, or does on its stream later. A copy that blocks the host may have
     come between, and then the reader comes after the copy. The caller gets a result's memory at the end, and an input's
-    memory has its new value then: for those, only the tokens in `before` are transferred. Whose memory is read in eager
-    (`reads`) is transferred to readers on the same stream only; where the user orders that memory's stream after the
-    node, eager may free the memory then, so that token is transferred, too.
+    memory has its new value then: for those, only the tokens in `promised_to` are transferred. Whose memory is read in
+    eager (`reads`) is transferred to readers on the same stream only; where the user orders that memory's stream after
+    the node, eager may free the memory then, so that token is transferred, too.
     """
     custom: Any = before[gone].custom
     fact, stream = fact_in(custom), custom.get("stream") or 0
@@ -399,15 +396,15 @@ def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], 
         own = fact_of(user)
         if is_stream_op(user) or not own.is_placed or fact.after is None:
             continue
-        roots = set(map(viewed, taken))
+        roots = set(map(storage_node, taken))
         callers = any(root.op == "placeholder" for root in roots)
         if callers:
             add_after(user, [state(stream), *_ordering(fact.after)])
         if callers or not roots.isdisjoint(results):
-            add_before(user, [state(stream), *_ordering(fact.before)])
+            add_promised(user, [state(stream), *_ordering(fact.promised_to)])
         if node_stream(user) == stream and fact.reads:
             note_fact(user, reads=tuple(sorted({*(own.reads or ()), *fact.reads})))
-            add_before(user, {state(read.stream) for read in fact.reads}.intersection(fact.before or ()))
+            add_promised(user, {state(read.stream) for read in fact.reads}.intersection(fact.promised_to or ()))
 
 
 def _ordering(tokens: tuple[Token, ...] | None) -> Iterator[Token]:
@@ -473,11 +470,19 @@ def _remove_writes_of_what_is_there(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+# Note [Parts of one tensor]
+# `torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
+# scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
+# updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
+# whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
+# are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
+
+
 def _shared(graph: Graph) -> Iterable[Node]:
     """Yield the scatters of each chain (the base of one is the result of another) whose values several streams use, in
     this graph or, if the base is an input, in the code around the graph.
     """
-    has_streams = any(map(node_stream, graph.nodes))
+    on_streams = has_streams(graph.nodes, None)
     chains: dict[Node, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
         if node.meta["val"].device.type == "cpu":
@@ -487,7 +492,7 @@ def _shared(graph: Graph) -> Iterable[Node]:
         chains[node].append(node)
     for chain in {id(chain): chain for chain in chains.values()}.values():
         is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
-        if has_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
+        if on_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
             yield from chain
 
 
@@ -533,7 +538,7 @@ def apply_graph_pass(
     a side stream's branch that is the latest moment at which it can be launched, after all the work that it was to run
     beside.
     """
-    if observer.passname == "reorder_for_locality" and handles_streams() and has_streams(observer.gm.graph):
+    if observer.passname == "reorder_for_locality" and handles_streams() and needs_placement(observer.gm.graph.nodes):
         return None
     return original(observer, run)
 
@@ -551,4 +556,4 @@ def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -
     return IN_PLACE in node.meta or original(node)
 
 
-__all__ = ["is_placed", "is_write", "needs_streams", "NewNodes", "PassLog", "Placed"]
+__all__ = ["is_placed", "is_write", "needs_placement", "NewNodes", "PassLog", "Placed"]

@@ -9,8 +9,8 @@ from typing import Any, Literal, TYPE_CHECKING
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import fact_of, Leave
+from torch_overlay import frame_facts
+from torch_overlay._functorch.streams.facts import ExitWait, fact_of
 from torch_overlay._functorch.streams.fx import output_descriptions
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
 
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 def stream_devices() -> dict[int, int]:
     """Return the device index of each stream that the frame uses, as far as it is known, by registry index."""
-    return {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
+    return {
+        i.index: i.device.index for i in frame_facts.current().objects if i.kind == "stream" and i.device is not None
+    }
 
 
 def private_streams() -> set[int]:
     """Return the registry indices of the streams that the frame makes and nobody else sees."""
-    return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
+    return {i.index for i in frame_facts.current().objects if i.origin == "frame" and not i.escapes}
 
 
-def _noted(name: Literal["leave", "results"]) -> Any:
+def _noted(name: Literal["exit_waits", "results"]) -> Any:
     """Return a fact of the whole graph. Operations carry it, and inputs, of which some remain when every computed value
     is dropped or is a view; the nodes of a backward carry the backward's.
     """
@@ -39,9 +41,9 @@ def _noted(name: Literal["leave", "results"]) -> Any:
     return next((found for node in nodes if (found := getattr(fact_of(node), name))), ())
 
 
-def leaving() -> tuple[Leave, ...]:
+def exit_waits() -> tuple[ExitWait, ...]:
     """Return what each stream is ordered after when the graph is left, for the caller to rely on."""
-    return _noted("leave")
+    return _noted("exit_waits")
 
 
 def saved_on_streams() -> dict[str, int]:

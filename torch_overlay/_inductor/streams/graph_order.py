@@ -30,8 +30,8 @@ from torch_overlay._functorch.streams.fx import (
     is_synchronization,
     is_view,
     node_stream,
+    storage_node,
     updated_operands,
-    viewed,
 )
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation
 from torch_overlay._inductor.streams import ranges, ranges as stream_ranges
@@ -57,7 +57,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     _keep_updates_in_order(nodes, after)
     carriers: dict[Token | None, list[torch.fx.Node]] = {}
     for node in nodes:
-        for token in fact_of(node).before or ():
+        for token in fact_of(node).promised_to or ():
             carriers.setdefault(token, []).append(node)
     visible.sort(key=lambda n: fact_of(n).order or 0)
     for previous, node in itertools.pairwise(visible):
@@ -104,8 +104,8 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is RECORD_STREAM:
             continue
-        written = {viewed(value) for value in updated_operands(node)}
-        for memory in map(viewed, node.all_input_nodes):
+        written = {storage_node(value) for value in updated_operands(node)}
+        for memory in map(storage_node, node.all_input_nodes):
             if memory in last_write:
                 after[node].add(last_write[memory])
             if memory not in written:
@@ -139,7 +139,7 @@ def touches_callers_memory(node: torch.fx.Node) -> bool:
         node.op == "call_function"
         and not is_stream_op(node)
         and not is_view(node)
-        and any(viewed(value).op == "placeholder" for value in node.all_input_nodes)
+        and any(storage_node(value).op == "placeholder" for value in node.all_input_nodes)
     )
 
 
@@ -166,9 +166,9 @@ def order_stream_operations(scheduler: Any) -> None:
             needed = list(earlier)
             for token in required(node):
                 needed += carriers.get(token, ())
-            for place in (stream_ranges.number(n) for n in fx_origins(node) if stream_ranges.is_range(n)):
-                needed += [name for name, known in launched.items() if place is not None and known <= place]
-                ranges[place or 0] = own
+            for number in (stream_ranges.number(n) for n in fx_origins(node) if stream_ranges.is_range(n)):
+                needed += [name for name, known in launched.items() if number is not None and known <= number]
+                ranges[number or 0] = own
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
             awaited |= own if any(map(is_synchronization, fx_origins(node))) else set()
@@ -176,11 +176,11 @@ def order_stream_operations(scheduler: Any) -> None:
         else:
             dependencies.update(awaited if any(map(touches_host_memory, fx_origins(node))) else ())
             dependencies.update(barriers if any(map(touches_callers_memory, fx_origins(node))) else ())
-            if (place := stream_ranges.largest(fx_origins(node))) is not None:
-                launched.update(dict.fromkeys(own, place))
-                dependencies.update(ranges.get(place - 1, ()))
+            if (number := stream_ranges.largest(fx_origins(node))) is not None:
+                launched.update(dict.fromkeys(own, number))
+                dependencies.update(ranges.get(number - 1, ()))
         for origin in fx_origins(node):
-            for token in fact_of(origin).before or ():
+            for token in fact_of(origin).promised_to or ():
                 carriers.setdefault(token, []).extend(own)
 
 
@@ -197,21 +197,21 @@ def order_blocking_operations(scheduler: Any) -> None:
     nodes = list(graph.nodes)
     if not any(map(blocks_host, nodes)) or not is_placed_program(graph):
         return
-    place = {node: i for i, node in enumerate(nodes)}
-    launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # place of its last operation, stream, node, promises
+    position = {node: i for i, node in enumerate(nodes)}
+    launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # last position, stream, node, promises
     on_host: list[tuple[int, Any, frozenset[Token]]] = []  # of those, what touches the host's memory
     blocking: list[tuple[int, int, Any, Token | None]] = []
     for node in scheduler.nodes:
-        origins = sorted(fx_origins(node), key=place.__getitem__)
+        origins = sorted(fx_origins(node), key=position.__getitem__)
         if origins and stream_operation(node) is None:
             promises = frozenset(t for n in origins for t in fact_of(n).promises)
-            last = place[origins[-1]]
+            last = position[origins[-1]]
             launched.append((last, node_stream(origins[-1]), node, promises))
             if any(map(touches_host_memory, origins)):
                 on_host.append((last, node, promises))
             for n in filter(blocks_host, origins):
                 token = fact_of(n).requires
-                blocking.append((place[n], node_stream(n), node, token))
+                blocking.append((position[n], node_stream(n), node, token))
     readers = _readers(scheduler)
     for at, stream, node, _ in blocking:
         _order_after(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)

@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from torch_overlay._functorch.streams.fx import viewed
+from torch_overlay._functorch.streams.fx import storage_node
 from torch_overlay._functorch.streams.memory import results_made
 
 
@@ -169,7 +169,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
     returned = results_made(graph.output_node())
     for target in (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            source = viewed(node.args[0])
+            source = storage_node(node.args[0])
             if source not in returned or source.op == "placeholder" or is_pinned(source):
                 continue
             if _device_type(source) == "cpu" and _device_type(node) == "cuda":

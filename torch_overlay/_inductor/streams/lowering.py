@@ -16,7 +16,7 @@ from torch._inductor.utils import gather_origins
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
-from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, viewed
+from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, storage_node
 from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import copies_in_place, ranges
 from torch_overlay._inductor.streams.copies_in_place import (
@@ -62,7 +62,7 @@ def _name_memory(graph: torch.fx.Graph) -> None:
     Inductor would copy the argument of an operator to lay it out as in eager.
     """
     for record in graph.find_nodes(op="call_function", target=RECORD_STREAM):
-        record.replace_input_with(record.args[0], viewed(record.args[0]))  # type: ignore[arg-type]
+        record.replace_input_with(record.args[0], storage_node(record.args[0]))  # type: ignore[arg-type]
         record.meta.pop("eager_input_vals", None)
 
 

@@ -45,10 +45,11 @@ class Op:
     `stream` is a planner stream, `HOST`, or None for an operation that launches nothing and only names storage (a
     concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when the
     work is done. `requires` are the tokens of the boundary effects that this operation makes happen: every operation
-    that has one of them in its `before` must be ordered before this one. A host operation with `waits` set waits itself
-    for those operations and for the tokens in `after` (it synchronises with the device or with an event). `order_after`
-    names operations that this one must be ordered after although it uses none of their results, so that memory which
-    they use can be freed here. `rerecords` is the token of the caller's event that this operation records anew.
+    that has one of them in its `promised_to` must be ordered before this one. A host operation with `waits` set waits
+    itself for those operations and for the tokens in `after` (it synchronises with the device or with an event).
+    `order_after` names operations that this one must be ordered after although it uses none of their results, so that
+    memory which they use can be freed here. `rerecords` is the token of the caller's event that this operation records
+    anew.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Op:
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     after: frozenset[Token] = frozenset()
-    before: frozenset[Token] = frozenset()
+    promised_to: frozenset[Token] = frozenset()
     requires: frozenset[Token] = frozenset()
     blocking: bool = False
     waits: bool = False

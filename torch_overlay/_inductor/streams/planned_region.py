@@ -20,7 +20,7 @@ from torch_overlay._functorch.streams.ids import callers_device, callers_stream_
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu, owner_of, stream_operation, user_stream
-from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, leaving, saved_on_streams
+from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, exit_waits, saved_on_streams
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
 from torch_overlay._inductor.streams.plan import Buffer, HOST
 from torch_overlay._inductor.streams.planner import plan_streams
@@ -132,8 +132,8 @@ def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
 
 
 def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
-    """Drop the tokens in `before` that nobody needs: a stream, or the host after a copy, need not be ordered after an
-    operation that touched neither the caller's memory nor a block of that stream. If the stream of one of the
+    """Drop the tokens in `promised_to` that nobody needs: a stream, or the host after a copy, need not be ordered after
+    an operation that touched neither the caller's memory nor a block of that stream. If the stream of one of the
     operation's blocks has no such token, only what the caller does next can order it after the operation: all tokens
     are kept.
     """
@@ -141,12 +141,12 @@ def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
     for i in reader.inner:
         op = reader.ops[i]
         touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
-        if any(b.stream != op.stream and not b.settles and state(b.stream) not in op.before for b in touched):
+        if any(b.stream != op.stream and not b.settles and state(b.stream) not in op.promised_to for b in touched):
             continue
         streams = {state(b.stream) for b in touched}
-        kept = frozenset(t for t in op.before if not (t.stream is not None or t.is_blocking_copy) or t in streams)
-        if kept != op.before:
-            reader.ops[i] = replace(op, before=kept)
+        kept = frozenset(t for t in op.promised_to if not (t.stream is not None or t.is_blocking_copy) or t in streams)
+        if kept != op.promised_to:
+            reader.ops[i] = replace(op, promised_to=kept)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ def needs_plan(scheduler: Scheduler) -> bool:
     notes = ScheduleNotes.of(scheduler)
     known = notes.needs_plan
     if known is None:
-        known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
+        known = bool(exit_waits() or saved_on_streams())
+        known = known or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
         if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
             known = any((device := n.get_device()) is not None and device.type == "cpu" for n in scheduler.nodes)
         notes.needs_plan = known

@@ -250,7 +250,7 @@ class _Planner:
         self.at.append(clock.copy())
         self.on_stream[stream].append(here)
         self.launched[op.name] = here
-        for token in op.before:
+        for token in op.promised_to:
             self.carriers[token][stream] = here
         for name in op.reads:
             for part in self.storage(name):

@@ -28,7 +28,7 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
+from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_view
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
@@ -47,7 +47,7 @@ from torch_overlay._inductor.scheduler_nodes import (
     viewed_by_call,
 )
 from torch_overlay._inductor.streams.graph_facts import (
-    leaving,
+    exit_waits,
     private_streams,
     required,
     saved_on_streams,
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from torch_overlay._functorch.streams.tokens import Token
 
 
-Kind = Literal["after", "before"]
+Kind = Literal["after", "promised_to"]
 
 
 class BoundaryTokens:
@@ -87,13 +87,13 @@ class BoundaryTokens:
         # device.
         self.numbers = {
             i.index: callers_stream_index(i.device.index or 0)
-            for i in registry.describe()
+            for i in frame_facts.current().objects
             if i.origin == "current" and i.index != CALLERS_STREAM and i.device is not None
         }
         # Private streams are made by the frame, and nobody else sees them: at the entry of a forward they hold no work,
         # and nobody asks for their state at the exit. In a backward they hold the work that the forward launched there.
         self.private = set() if V.graph.is_backward else private_streams()
-        self.of_stream: dict[Kind, dict[int, set[Token]]] = {"after": defaultdict(set), "before": defaultdict(set)}
+        self.of_stream: dict[Kind, dict[int, set[Token]]] = {"after": defaultdict(set), "promised_to": defaultdict(set)}
         for node in nodes:
             for kind, known in self.of_stream.items():
                 known[user_stream(scheduler, node)].update(self.of_node(node, kind) or ())
@@ -141,8 +141,8 @@ class BoundaryTokens:
     def of_launch(self, node: BaseSchedulerNode, stream: int) -> tuple[frozenset[Token], frozenset[Token]]:
         """Return what an operation on a stream of the device comes after, and what comes after it."""
         user = user_stream(self.scheduler, node)
-        before = self.of_node(node, "before")
-        before = self.of_stream["before"][user] if before is None else before
+        before = self.of_node(node, "promised_to")
+        before = self.of_stream["promised_to"][user] if before is None else before
         if self.enclosed:
             token = frozenset(() if callers_device(stream) is not None else (CALLER,))
             self.concerned |= {user, *streams_of(before)}
@@ -171,7 +171,7 @@ class BoundaryTokens:
         if self.enclosed:
             return {}
         promised: dict[int, frozenset[Token]] = {}
-        for stream, tokens, unless in leaving():
+        for stream, tokens, unless in exit_waits():
             if unless not in blocking and stream not in self.private:
                 number = self.number(stream)
                 known = frozenset(self.renumbered(tokens)).difference(map(state, self.private))
@@ -367,7 +367,7 @@ class RegionReader:
         return False
 
     def host_has_waited(self, made: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
-        promised = self.tokens.of_node(made, "before") or set()
+        promised = self.tokens.of_node(made, "promised_to") or set()
         nodes = self.scheduler.nodes
         between = nodes[nodes.index(self.scheduler.name_to_fused_node[made.get_name()]) + 1 : nodes.index(reader)]
         return any(not promised.isdisjoint(required(n)) for n in between if stream_operation(n) is not None)

@@ -1,27 +1,12 @@
-"""Insert switches of the current stream into the finished lines of a wrapper.
+"""Insert lines about streams into the finished lines of a wrapper, once memory planning has decided which allocations
+remain: three passes.
 
-After memory planning has decided which allocations remain, `switch_streams` walks the lines and switches the current
-stream only where a line reads it: an allocation, an extern kernel, a copy. Triton kernels get the raw handle of their
-stream.
-
-Reuse one stream's memory for another stream's buffers, in calls that keep to one stream.
-
-Buffers of different streams never share memory, so a region with streams allocates more than the same region without:
-eight experts make ten allocations instead of three, a microsecond each. In a call that follows one stream (Note
-[Streams can't pay on an idle device]) a buffer may take the memory of any buffer that was freed before, whatever their
-streams. So where the plan allocates, and a fitting buffer of another stream has been freed, the code has both the
-allocation and the reuse:
-
-    if multi_stream: del buf1
-    ...
-    if multi_stream: buf3 = empty_strided_cuda((128, 1024), (1024, 1), torch.bfloat16)
-    else: buf3 = buf1; del buf1  # reuse
-
-Put the blocks of side streams into ranges that profiles show: `profiler_ranges`, Note [Names in profiles].
-
-The emitter has marked where work on a stream begins, with the name of its range. `show_blocks` opens the range before
-the first line that allocates or launches there. It closes it where work on another stream begins, and where a block of
-Python or a range of the program's begins or ends, since ranges have to nest.
+- `share_memory` lets a call that keeps to one stream reuse memory across streams (Note [Memory of a call on one
+  stream]).
+- `switch_streams` switches the current stream only where a line reads it: an allocation, an extern kernel, a copy.
+  Triton kernels get the raw handle of their stream.
+- `add_stream_ranges` puts the blocks of side streams into ranges that profiles show (`profiler_ranges`, Note [Names in
+  profiles]).
 """
 
 from __future__ import annotations
@@ -53,6 +38,19 @@ if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
     from torch_overlay._inductor.streams.wrapper_lines import Emitter
+
+
+# Note [Memory of a call on one stream]
+# Buffers of different streams never share memory, so a region with streams allocates more than the same region without:
+# eight experts make ten allocations instead of three, a microsecond each. In a call that follows one stream (Note
+# [Streams can't pay on an idle device]) a buffer may take the memory of any buffer that was freed before, whatever
+# their streams. So where the plan allocates, and a fitting buffer of another stream has been freed, the code has both
+# the allocation and the reuse:
+#
+#     if multi_stream: del buf1
+#     ...
+#     if multi_stream: buf3 = empty_strided_cuda((128, 1024), (1024, 1), torch.bfloat16)
+#     else: buf3 = buf1; del buf1  # reuse
 
 
 @dataclasses.dataclass
@@ -139,7 +137,7 @@ _INDIFFERENT = (
 )
 
 
-def needs(line: Any, place: int | None, emitter: Emitter) -> int | None:
+def needs(line: Any, stream: int | None, emitter: Emitter) -> int | None:
     """Return the stream that must be current when this line runs; None if it doesn't matter."""
     if isinstance(line, IfMultiStream):
         line = line.line
@@ -147,12 +145,12 @@ def needs(line: Any, place: int | None, emitter: Emitter) -> int | None:
         device = line.node.get_device()
         if device is None or device.type == "cpu":
             return None
-        return emitter.plan.memory.get(line.node.get_name(), place)
+        return emitter.plan.memory.get(line.node.get_name(), stream)
     if isinstance(line, (*_INDIFFERENT, StreamLine)):
         return None
     if isinstance(line, str) and (line.startswith(("del ", "#", "assert")) or not line.strip()):
         return None
-    return place
+    return stream
 
 
 def _allocates_on(line: Any) -> int | None:
@@ -163,7 +161,8 @@ def _allocates_on(line: Any) -> int | None:
 
 
 def share_memory(lines: list[Any]) -> list[Any]:
-    """Replace lines so that calls that keep to one stream share memory between streams: see the head of this file."""
+    """Replace lines so that calls that keep to one stream share memory between streams: Note [Memory of a call on
+    one stream]."""
     regions: list[Emitter] = []
     inside: dict[Emitter, list[Any]] = {}
     for line in lines:
@@ -193,9 +192,16 @@ def switch_streams(lines: list[Any]) -> list[Any]:
             regions[-1]["guards"] = guards
         if isinstance(line, BeginRegion):
             if regions:  # its caller's stream is the stream of the node that encloses it
-                _switch(out, regions[-1], regions[-1]["place"])
+                _switch(out, regions[-1], regions[-1]["stream"])
             regions.append(
-                {"emitter": line.emitter, "place": None, "current": {}, "start": None, "device": None, "guards": guards}
+                {
+                    "emitter": line.emitter,
+                    "stream": None,
+                    "current": {},
+                    "start": None,
+                    "device": None,
+                    "guards": guards,
+                }
             )
             out.append(line)
             regions[-1]["start"] = len(out)
@@ -205,24 +211,24 @@ def switch_streams(lines: list[Any]) -> list[Any]:
             continue
         region = regions[-1]
         if isinstance(line, OnStream):
-            region["place"], region["device"] = line.stream, line.device_index
+            region["stream"], region["device"] = line.stream, line.device_index
         elif isinstance(line, EndRegion):
             _restore(out, region)
             out.append(line)
             regions.pop()
         elif isinstance(line, (upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)):
-            _switch(out, region, region["place"])
+            _switch(out, region, region["stream"])
             out.append(line)
         elif isinstance(line, upstream.KernelCallLine):
-            place = region["place"]
-            if place is None or not (line.triton or line.device.type in ("cuda", "xpu")):
+            stream = region["stream"]
+            if stream is None or not (line.triton or line.device.type in ("cuda", "xpu")):
                 out.append(line)
             else:
-                out.append(PlacedKernelCall(line, region["emitter"].raw_stream(place)))
+                out.append(PlacedKernelCall(line, region["emitter"].raw_stream(stream)))
         else:
             if (device := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
                 region["device"] = device
-            _switch(out, region, needs(line, region["place"], region["emitter"]))
+            _switch(out, region, needs(line, region["stream"], region["emitter"]))
             out.append(line)
     return out
 
@@ -266,8 +272,8 @@ _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
 
 
 @dataclass
-class _Place:
-    """Where the lines of a region are."""
+class _OpenRange:
+    """The stream and the range of the lines of a region that come next."""
 
     emitter: Emitter
     stream: int | None = None
@@ -279,12 +285,16 @@ class _Place:
         self.is_open = not self.is_open
 
 
-def show_blocks(lines: list[Any]) -> list[Any]:
+def add_stream_ranges(lines: list[Any]) -> list[Any]:
+    """Open a range before the first line that allocates or launches in a block on a side stream; the emitter has marked
+    where the block begins, with the name of the range. The range closes where work on another stream begins, and where
+    a block of Python or a range of the program's begins or ends, since ranges have to nest.
+    """
     out: list[Any] = []
-    regions: list[_Place] = []
+    regions: list[_OpenRange] = []
     for line in lines:
         if isinstance(line, BeginRegion):
-            regions.append(_Place(line.emitter))
+            regions.append(_OpenRange(line.emitter))
         elif regions:
             _pass(out, regions[-1], line)
         out.append(line)
@@ -293,16 +303,16 @@ def show_blocks(lines: list[Any]) -> list[Any]:
     return out
 
 
-def _pass(out: list[Any], place: _Place, line: Any) -> None:
-    moves = isinstance(line, OnStream) and line.stream != place.stream
+def _pass(out: list[Any], current: _OpenRange, line: Any) -> None:
+    moves = isinstance(line, OnStream) and line.stream != current.stream
     is_boundary = isinstance(line, _BOUNDARIES) or _is_statement_apart(line)
-    if place.is_open and (moves or is_boundary):
-        place.write(out, "profiler_ranges.pop()")
+    if current.is_open and (moves or is_boundary):
+        current.write(out, "profiler_ranges.pop()")
     if moves:
-        place.stream, place.range = line.stream, line.range
-    works = isinstance(line, upstream.KernelCallLine) or needs(line, place.stream, place.emitter) is not None
-    if place.range and not (place.is_open or is_boundary or isinstance(line, OnStream)) and works:
-        place.write(out, f"profiler_ranges.push({place.range!r})")
+        current.stream, current.range = line.stream, line.range
+    works = isinstance(line, upstream.KernelCallLine) or needs(line, current.stream, current.emitter) is not None
+    if current.range and not (current.is_open or is_boundary or isinstance(line, OnStream)) and works:
+        current.write(out, f"profiler_ranges.push({current.range!r})")
 
 
 def _is_statement_apart(line: Any) -> bool:
@@ -310,4 +320,4 @@ def _is_statement_apart(line: Any) -> bool:
     return isinstance(line, str) and (line.rstrip().endswith(":") or line.startswith(RANGE_CALLS))
 
 
-__all__ = ["show_blocks"]
+__all__ = ["add_stream_ranges"]

@@ -10,11 +10,10 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._dynamo import objects, registry
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.autograd_nodes import (
     first_reader,
-    first_readers_in_dynamo,
     made_on,
     note,
     view_streams,
@@ -28,8 +27,6 @@ aten = torch.ops.aten
 class GraphCase(TestCase):
     def setUp(self):
         super().setUp()
-        registry.reset()
-        self.addCleanup(registry.reset)
         self.graph = Graph()
         self.x, self.y = self.inputs = [self.graph.placeholder(n) for n in "xy"]
         for index, node in enumerate(self.inputs):
@@ -43,9 +40,9 @@ class GraphCase(TestCase):
     def view(self, base, stream=0):
         return self.call(aten.t.default, base, stream=stream)
 
-    def noted(self, *results):
+    def noted(self, *results, known=()):
         self.graph.output(results)
-        note(self.graph)
+        note(self.graph, dict(known))
         return view_streams(self.graph)
 
 
@@ -88,20 +85,9 @@ class TestFirstReaders(GraphCase):
 
     def test_readers_that_only_dynamo_knows(self):
         """Its graph has operations that AOTAutograd leaves out."""
-        theirs = Graph()
-        nodes = [theirs.placeholder(n) for n in "xy"]
-        registry.current().first_readers[nodes[0]] = 5
-        self.assertEqual(first_readers_in_dynamo(), {0: 5})
         self.call(aten.mul.Tensor, self.x, self.y, stream=2)
-        self.noted()
+        self.noted(known={0: 5})
         self.assertEqual([first_reader(node) for node in self.inputs], [5, 2])
-
-    def test_inputs_that_dynamo_sorts_later(self):
-        theirs = Graph()
-        first, last = (theirs.placeholder(n) for n in "xy")
-        registry.current().first_readers[last] = 5
-        first.prepend(last)
-        self.assertEqual(first_readers_in_dynamo(), {0: 5})
 
 
 class Log(TorchFunctionMode):

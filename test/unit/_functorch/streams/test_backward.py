@@ -17,7 +17,7 @@ from torch_overlay._functorch.streams.backward import (
     place_recomputed,
 )
 from torch_overlay._functorch.streams.duplicates import DUPLICATES
-from torch_overlay._functorch.streams.facts import Fact, fact_of, Leave, note_fact
+from torch_overlay._functorch.streams.facts import ExitWait, Fact, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.saved_values import ContextNotes
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
@@ -106,7 +106,7 @@ class TestStreams(GraphCase):
 class TestRecomputed(GraphCase):
     def setUp(self):
         super().setUp()
-        self.forward = {"after": (EVENT,), "before": (EVENT,)}
+        self.forward = {"after": (EVENT,), "promised_to": (EVENT,)}
 
     def recomputed(self, *args, **kwargs):
         node = self.relu(*args, **kwargs)
@@ -149,15 +149,15 @@ class TestRecomputed(GraphCase):
 
 
 class TestComputedEarly(GraphCase):
-    def forward(self, stream=0, after=(), before=()):
+    def forward(self, stream=0, after=(), promised_to=()):
         node = self.relu(stream=stream)
-        note_fact(node, after=tuple(sorted(after)), before=tuple(sorted(before)))
+        note_fact(node, after=tuple(sorted(after)), promised_to=tuple(sorted(promised_to)))
         return node
 
     def order(self, *nodes):
         place_computed_early(self.graph)
         facts = map(fact_of, nodes)
-        return [(set(fact.after), set(fact.before)) for fact in facts]
+        return [(set(fact.after), set(fact.promised_to)) for fact in facts]
 
     def test_operation_on_a_stream_that_is_joined(self):
         self.forward(1, [CALLER], [EVENT])
@@ -189,7 +189,7 @@ class TestComputedEarly(GraphCase):
     def test_views_of_the_forward_order_nothing(self):
         self.forward(1, [CALLER], [CALLER])
         view = self.view(self.x, stream=1)
-        note_fact(view, after=(EVENT,), before=(EVENT,))
+        note_fact(view, after=(EVENT,), promised_to=(EVENT,))
         moved = self.backward(stream=1)
         self.assertEqual(self.order(moved), [({CALLER}, {CALLER})])
         self.assertEqual(fact_of(view).after, (EVENT,))
@@ -204,14 +204,14 @@ class TestLeave(GraphCase):
         for wait in waits:
             self.assertEqual(wait.meta["partitioner_tag"], "must_be_in_backward")
         (x,) = module.graph.find_nodes(op="placeholder")
-        return [wait.args for wait in waits], fact_of(x).leave
+        return [wait.args for wait in waits], fact_of(x).exit_waits
 
     def test_graph_that_launches(self):
         self.results = self.backward()
         expected = (
-            Leave(1, (CALLER,)),
-            Leave(3, (CALLER,)),
-            Leave(0, (state(1), state(2), state(3))),
+            ExitWait(1, (CALLER,)),
+            ExitWait(3, (CALLER,)),
+            ExitWait(0, (state(1), state(2), state(3))),
         )
         self.assertEqual(self.leave({3, 1}, {state(2)}), ([], expected))
 
@@ -219,7 +219,7 @@ class TestLeave(GraphCase):
         self.results = self.view(self.x)
         waits, leave = self.leave({3, 1}, {state(1), state(2)})
         self.assertEqual(waits, [(1, 0), (3, 0), (0, 3)])
-        self.assertEqual(leave, (Leave(0, (state(1), state(2))),))
+        self.assertEqual(leave, (ExitWait(0, (state(1), state(2))),))
 
     def test_no_streams(self):
         self.results = self.backward()
@@ -230,7 +230,7 @@ class TestParts(GraphCase):
     def parts(self, stream):
         """A saved value of a stream, and a duplicate that is divided."""
         made = self.relu(stream=stream)
-        note_fact(made, after=(), before=(CALLER,))
+        note_fact(made, after=(), promised_to=(CALLER,))
         made.meta[DUPLICATES] = {2: {"stream": 2}}
         reader = self.relu(made, stream=2)
         moved = self.backward(made, stream=stream)
@@ -255,8 +255,8 @@ class TestParts(GraphCase):
         self.assertTrue(fact_of(moved).is_placed)
         saved, again, gradient, _ = backward.graph.nodes
         self.assertEqual(fact_of(saved).memory, 1)
-        leave = (Leave(1, (CALLER,)), Leave(0, (state(1),)))
-        self.assertEqual(fact_of(saved).leave, leave)
+        leave = (ExitWait(1, (CALLER,)), ExitWait(0, (state(1),)))
+        self.assertEqual(fact_of(saved).exit_waits, leave)
         self.assertEqual([node_stream(n) for n in (again, gradient)], [3, 3])
         self.assertIn(state(1), fact_of(again).after)
         names = [reader.name, made.name, moved.name, ""]

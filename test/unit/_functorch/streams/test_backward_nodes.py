@@ -127,14 +127,14 @@ class TestWriteBacks(GraphCase):
 
     def follow(self, value, target=None):
         copy = self.call(aten.copy_.default, target or self.x, value, stream=3)
-        note_fact(copy, after=(state(7),), before=(state(8),))
+        note_fact(copy, after=(state(7),), promised_to=(state(8),))
         follow_mutations(self.graph)
         fact = fact_of(copy)
-        return node_stream(copy), fact.after, fact.before
+        return node_stream(copy), fact.after, fact.promised_to
 
     def update(self):
         node = self.relu(self.x, stream=1)
-        note_fact(node, after=self.AFTER, before=self.BEFORE, order=4)
+        note_fact(node, after=self.AFTER, promised_to=self.BEFORE, order=4)
         return node
 
     def test_copy_is_ordered_as_its_value(self):

@@ -8,7 +8,6 @@ from torch.fx import Graph
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.autograd_nodes import note
 from torch_overlay._functorch.streams.backward import engine_streams, order_after_gradients
 from torch_overlay._functorch.streams.facts import fact_of
@@ -24,8 +23,6 @@ class JointCase(TestCase):
 
     def setUp(self):
         super().setUp()
-        registry.reset()
-        self.addCleanup(registry.reset)
         self.graph = Graph()
         self.x = self.input("primals_1", PlainAOTInput(0))
         self.number = 0
@@ -64,7 +61,7 @@ class JointCase(TestCase):
         desc = [PlainAOTOutput(i) for i in range(len(results))]
         desc += [GradAOTOutput(given.meta["desc"]) for _, given in gradients]
         self.graph.output(values).meta["desc"] = desc
-        note(self.graph)
+        note(self.graph, {})
 
     def streams(self, *leaves):
         found = engine_streams(self.graph, leaves)
@@ -72,7 +69,7 @@ class JointCase(TestCase):
 
     def order(self, *leaves):
         order_after_gradients(self.graph, engine_streams(self.graph, leaves))
-        return {node.name: fact_of(node).before for node in self.graph.nodes if fact_of(node).before}
+        return {node.name: fact_of(node).promised_to for node in self.graph.nodes if fact_of(node).promised_to}
 
 
 class TestEngineStreams(JointCase):

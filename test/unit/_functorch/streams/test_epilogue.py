@@ -6,17 +6,16 @@ from unittest import mock
 import torch
 import torch._dynamo.variables.streams
 from functorch.compile import aot_function, make_boxed_func
-from torch._dynamo import graph_bytecode_inputs as numbering
-from torch._dynamo.source import LocalSource
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.testing._internal.common_utils import TestCase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import form  # noqa: F401
-from torch_overlay import config
-from torch_overlay._dynamo import objects, registry
+from torch_overlay import config, frame_facts
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_stream_op
+from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
 streams = torch.ops.streams
@@ -57,18 +56,12 @@ class EpilogueCase(TestCase):
 
     def setUp(self):
         super().setUp()
-        self.clear()
-        self.addCleanup(self.clear)
-        for index in (CALLER, SIDE, OTHER):
-            stream = torch.Stream(stream_id=index, device_index=0, device_type=1)
-            numbering.register_user_object(stream, LocalSource(f"s{index}"))
-        numbering.register_user_object(torch.Event("cuda"), LocalSource("event"))
+        device = torch.device("cuda", 0)
+        given = [ObjectInfo(index, "caller", True, "stream", device) for index in (CALLER, SIDE, OTHER)]
+        given.append(ObjectInfo(EVENT, "caller", True, "event", None))
+        self.enterContext(frame_facts.compiling(FrameFacts(tuple(given))))
         self.event = Event()
         self.addCleanup(objects.enter("caller", "side", "other", self.event))
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def compiled(self, f):
         def compiler(gm, _):

@@ -35,7 +35,7 @@ class TestPromises(TestCase):
         node = self.graph.call_function(torch.ops.aten.mul.Tensor, (self.x, 2))
         node.meta["val"] = fake(device)
         place_on(node, stream)
-        note_fact(node, before=tuple(sorted(before)))
+        note_fact(node, promised_to=tuple(sorted(before)))
         return node
 
     def record(self, event, stream, nth=0):

@@ -1,17 +1,16 @@
 """`_functorch.streams.placement`: updates of parts of a tensor by several streams."""
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch.fx import Graph
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.placement import promise_parts, wait_for_parts
 from torch_overlay._functorch.streams.program import Program
 from torch_overlay._functorch.streams.tokens import blocking_copy, CALLER, record, state, synchronization
+from torch_overlay.frame_facts import FrameFacts
 
 
 aten, streams = torch.ops.aten, torch.ops.streams
@@ -21,14 +20,8 @@ EVENT = 5
 class PartsCase(TestCase):
     def setUp(self):
         super().setUp()
-        self.clear()
-        self.addCleanup(self.clear)
         self.graph = Graph()
         self.x = self.value(self.graph.placeholder("x"))
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def value(self, node, size=8):
         node.meta["val"] = torch.empty(size, device="meta")
@@ -37,7 +30,7 @@ class PartsCase(TestCase):
     def call(self, target, *args, stream=0, before=(), size=8):
         node = self.value(self.graph.call_function(target, args), size)
         place_on(node, stream)
-        note_fact(node, after=(), before=tuple(sorted(before)))
+        note_fact(node, after=(), promised_to=tuple(sorted(before)))
         return node
 
     def made(self, *before, stream=1):
@@ -66,7 +59,7 @@ class PartsCase(TestCase):
         return promise_parts(self.graph.output(values))
 
     def before(self, *nodes):
-        return [set(fact_of(node).before or ()) for node in nodes]
+        return [set(fact_of(node).promised_to or ()) for node in nodes]
 
 
 class TestPromises(PartsCase):
@@ -159,7 +152,7 @@ class TestWaits(PartsCase):
         last = self.call(aten.relu.default, self.x)
         backward = self.call(aten.relu.default, self.x)
         backward.meta["partitioner_tag"] = "is_backward"
-        program = Program(list(self.graph.nodes))
+        program = Program(list(self.graph.nodes), FrameFacts())
         awaited = self.promise(*rests)
         self.assertEqual(awaited, list(zip(rests, [*news, other])))
         wait_for_parts(program, awaited)

@@ -13,7 +13,7 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import Leave
+from torch_overlay._functorch.streams.facts import ExitWait
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.program import PeerCopies, Program
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
@@ -80,7 +80,7 @@ class ProgramTestCase(TestCase):
         return self.call(aten._to_copy.default, source, stream=stream, to=to)
 
     def program(self):
-        return Program(list(self.graph.nodes))
+        return Program(list(self.graph.nodes), registry.facts())
 
 
 class Points:
@@ -205,7 +205,7 @@ class TestDrawnPrograms(ProgramTestCase):
             program = self.program()
             kept = {*THEIRS, *read}
             after, before = points.expected(kept)
-            found = program.after()[0], program.before()
+            found = program.after()[0], program.promised_to()
             for node in after:
                 text = f"{self.graph}\n{node}"
                 self.assertEqual(found[0][node], after[node], text)
@@ -250,9 +250,9 @@ class TestPrograms(ProgramTestCase):
         self.call(streams.record_event.default, 6, 1)
         self.call(streams.wait_event.default, 6, 3)
         wanted = (
-            Leave(1, (state(0),)),
-            Leave(2, (caller_event(4),)),
-            Leave(3, (state(0), state(1))),
+            ExitWait(1, (state(0),)),
+            ExitWait(2, (caller_event(4),)),
+            ExitWait(3, (state(0), state(1))),
         )
         self.assertEqual(self.leave(), wanted)
 
@@ -265,7 +265,7 @@ class TestPrograms(ProgramTestCase):
         first = blocking_copy(0)
         self.assertEqual(
             self.leave(),
-            (Leave(0, (state(1),), first), Leave(2, (state(1),))),
+            (ExitWait(0, (state(1),), first), ExitWait(2, (state(1),))),
         )
 
     def test_host_passes_on_what_it_learnt(self):
@@ -274,12 +274,12 @@ class TestPrograms(ProgramTestCase):
         later = self.kernel(0)
         found, leave = self.program().after()
         self.assertEqual(found[later], {state(1), state(2)})
-        self.assertEqual(leave, (Leave(1, (state(2),)),))
+        self.assertEqual(leave, (ExitWait(1, (state(2),)),))
 
 
 class TestPeerCopies(ProgramTestCase):
     def ends(self, node):
-        return PeerCopies().ends(node)
+        return PeerCopies(registry.facts()).ends(node)
 
     def test_streams_of_both_devices(self):
         there = [(s, self.copy(s, 0, "cuda:1")) for s in STREAMS]

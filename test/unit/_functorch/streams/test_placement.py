@@ -14,7 +14,7 @@ import form  # noqa: F401
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.range_ops import NVTX, range_pop, range_push
 from torch_overlay._functorch.streams.autograd_nodes import view_streams
-from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, is_placed_program, Leave, note_fact, NOTHING
+from torch_overlay._functorch.streams.facts import ExitWait, fact_of, ForeignRead, is_placed_program, note_fact, NOTHING
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._functorch.streams.placement import place_streams
@@ -73,7 +73,7 @@ class PlacementCase(TestCase):
         self.graph.output(results).meta["desc"] = desc
         self.gm = GraphModule(self.root, self.graph)
         self.graph = self.gm.graph
-        place_streams(self.gm)
+        place_streams(self.gm, registry.facts())
         self.graph.lint()
 
     def left(self):
@@ -82,7 +82,7 @@ class PlacementCase(TestCase):
 
     def order(self, *nodes):
         facts = map(fact_of, nodes)
-        return [(set(fact.after), set(fact.before)) for fact in facts]
+        return [(set(fact.after), set(fact.promised_to)) for fact in facts]
 
 
 def forked(case):
@@ -105,8 +105,8 @@ class TestForward(PlacementCase):
             [(set(), {state(1)}), ({CALLER}, {CALLER}), ({state(1)}, set())],
         )
         self.assertEqual([node_stream(n) for n in nodes], [0, 1, 0])
-        leave = (Leave(0, (state(1),)), Leave(1, (CALLER,)))
-        self.assertEqual([fact_of(n).leave for n in (self.x, *nodes)], [leave] * 4)
+        leave = (ExitWait(0, (state(1),)), ExitWait(1, (CALLER,)))
+        self.assertEqual([fact_of(n).exit_waits for n in (self.x, *nodes)], [leave] * 4)
 
     def test_events_that_others_know_stay(self):
         self.call(WAIT, THEIRS, 1)
@@ -275,7 +275,7 @@ class TestWholeGraphs(PlacementCase):
         self.place(self.x)
         self.assertEqual(self.left(), waits)
         self.assertEqual(self.order(waits[1]), [(set(), set())])
-        self.assertFalse(fact_of(self.x).leave)
+        self.assertFalse(fact_of(self.x).exit_waits)
 
     def test_subgraph(self):
         body = Graph()
@@ -324,7 +324,7 @@ class TestBackward(PlacementCase):
         )
         for node in (gradient, side, end):
             fact = fact_of(node)
-            self.assertEqual((fact.leave, fact.reads, fact.results), (None,) * 3)
+            self.assertEqual((fact.exit_waits, fact.reads, fact.results), (None,) * 3)
         self.assertEqual(len(self.left()), 6)
 
     def test_operations_of_its_own_stream_program(self):

@@ -33,7 +33,7 @@ class PairCase(TestCase):
         node = graph.call_function(target, args)
         place_on(node, stream)
         if before:
-            note_fact(node, before=tuple(sorted(before)))
+            note_fact(node, promised_to=tuple(sorted(before)))
         return node
 
     def made(self, stream=0, before=(), of=None):
@@ -131,7 +131,7 @@ class TestInputs(PairCase):
         value = self.saved(self.x)
         reader = self.reader(self.view(value))
         self.place({"x": True})
-        self.assertEqual(fact_of(reader).before, (state(3), state(4)))
+        self.assertEqual(fact_of(reader).promised_to, (state(3), state(4)))
         self.assertEqual(self.records(), [])
 
     def test_input_that_may_be_freed(self):
@@ -145,14 +145,14 @@ class TestInputs(PairCase):
         value = self.saved(self.x)
         reader = self.reader(value)
         self.place({"another": False})
-        self.assertEqual((fact_of(reader).before, self.records()), (None, []))
+        self.assertEqual((fact_of(reader).promised_to, self.records()), (None, []))
 
     def test_input_that_nothing_reads_in_the_forward(self):
         self.forward = Graph()
         self.x = self.forward.placeholder("x")
         reader = self.reader(self.saved(self.x))
         self.place({"x": True})
-        self.assertFalse(fact_of(reader).before)
+        self.assertFalse(fact_of(reader).promised_to)
 
 
 class TestGradients(PairCase):

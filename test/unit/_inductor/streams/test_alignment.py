@@ -34,7 +34,7 @@ class Emitter:
 
 
 class AlignmentTestCase(ProgramCase):
-    facts = {"after": (), "before": ()}
+    facts = {"after": (), "promised_to": ()}
 
     def setUp(self):
         super().setUp()
@@ -99,7 +99,7 @@ class TestCopies(AlignmentTestCase):
         self.assertLess({"aligned", "write_back"}, names.keys())
 
     def test_side_stream(self):
-        tokens = {"after": (state(0),), "before": (state(0),)}
+        tokens = {"after": (state(0),), "promised_to": (state(0),)}
         made = self.call(aten.mm.default, self.y, self.y, stream=1, **tokens)
         node = self.write(made, stream=1)
         note_fact(node, **tokens)

@@ -13,18 +13,19 @@ from torch.fx import symbolic_trace
 
 import form  # noqa: F401
 from stand_ins.schedules import Program, ProgramCase
-from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemory
+from torch_overlay import frame_facts
+from torch_overlay._functorch.streams.facts import ExitWait, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.streams.around_partitions import HANDLE_IS_READ, ordered_around, reason_to_cut
+from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
 aten, streams = torch.ops.aten, torch.ops.streams
 BACKWARD = {"is_backward": True, "is_inference": False}
-FORKED = {"after": (CALLER,), "before": (CALLER,)}
+FORKED = {"after": (CALLER,), "promised_to": (CALLER,)}
 
 
 class OnTheCallersStream(CUDAGraphPolicy):
@@ -32,7 +33,7 @@ class OnTheCallersStream(CUDAGraphPolicy):
 
 
 class PartitionsTestCase(ProgramCase):
-    facts = {"after": (), "before": ()}
+    facts = {"after": (), "promised_to": ()}
 
     def setUp(self):
         super().setUp()
@@ -94,7 +95,7 @@ class TestOrder(PartitionsTestCase):
         self.assertEqual(self.known, {0: {state(1)}, 1: set()})
 
     def test_streams_that_are_settled_inside(self):
-        node = self.product(leave=(Leave(2, (state(3),)),), stream=1, **FORKED)
+        node = self.product(exit_waits=(ExitWait(2, (state(3),)),), stream=1, **FORKED)
         self.around(node, settled=[1, 2])
         waiting = [stream for kind, _, stream in self.spec().exit if kind == "wait_exit"]
         self.assertEqual(waiting, ["stream3_outer"])
@@ -131,8 +132,8 @@ class TestOrder(PartitionsTestCase):
     def test_streams_of_several_devices(self):
         """Boundary events of a capture are those of one device."""
         device = torch.device("cuda", 1)
-        info = registry.ObjectInfo(1, "caller", True, "stream", device)
-        with mock.patch.object(registry, "describe", lambda: [info]):
+        info = ObjectInfo(1, "caller", True, "stream", device)
+        with frame_facts.compiling(FrameFacts((info,))):
             self.around(self.product(stream=1, **FORKED))
         spec = self.spec()
         self.assertIsNone(spec.device)
@@ -140,7 +141,7 @@ class TestOrder(PartitionsTestCase):
         self.assertEqual(kinds, ["record", "wait"] * 2)
 
     def test_nothing_to_order(self):
-        info = registry.ObjectInfo(1, "frame", False, "stream", None)
+        info = ObjectInfo(1, "frame", False, "stream", None)
         for node, options in (
             (dict, {}),
             (lambda: {"stream": copy_in_stream(0)}, {}),
@@ -148,7 +149,7 @@ class TestOrder(PartitionsTestCase):
             (lambda: {"stream": 1, **FORKED}, {}),  # a stream that nobody else sees
         ):
             self.setUp()
-            with mock.patch.object(registry, "describe", lambda: [info]):
+            with frame_facts.compiling(FrameFacts((info,))):
                 found = self.around(self.product(**node()), **options)
             self.assertEqual(found, ["partitions"])
 
@@ -191,6 +192,6 @@ class TestCuts(PartitionsTestCase):
     def test_handle_that_is_read(self):
         for is_read, wanted in ((False, None), (True, HANDLE_IS_READ)):
             self.setUp()
-            registry.current().handle_is_read = is_read
-            self.around(self.product(stream=1, **FORKED))
+            with frame_facts.compiling(FrameFacts(handle_is_read=is_read)):
+                self.around(self.product(stream=1, **FORKED))
             self.assertEqual(V.graph.disable_cudagraphs_reason, wanted)

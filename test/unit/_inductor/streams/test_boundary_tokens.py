@@ -11,8 +11,9 @@ from torch._inductor import config
 
 import form  # noqa: F401
 from stand_ins.schedules import Program, ProgramCase
+from torch_overlay import frame_facts
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
+from torch_overlay._functorch.streams.facts import ExitWait, ForeignRead, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 from torch_overlay._inductor.notes import ScheduleNotes
@@ -46,6 +47,7 @@ class SchedulesTestCase(ProgramCase):
         self.assertEqual(registry.add_owned(stream, torch.Stream, (), {}), PRIVATE)
         self.objects.append(current(1))
         self.assertEqual(registry.add_current(*self.objects[-1]), OTHER)
+        self.enterContext(frame_facts.compiling(registry.facts()))
 
     def scheduled(self, *results, **options):
         self.program.output(*results)
@@ -70,7 +72,7 @@ class TestLaunches(SchedulesTestCase):
             return [found[node] for node in results]
 
     def test_tokens_of_a_node(self):
-        known = {"after": (E5, state(0)), "before": (R5, state(0), state(2))}
+        known = {"after": (E5, state(0)), "promised_to": (R5, state(0), state(2))}
         node = self.call(aten.sin.default, self.x, stream=1, **known)
         wanted = {E5, state(0)}, {R5, state(0), state(2)}
         self.assertEqual(self.launches(node), [wanted])
@@ -78,7 +80,7 @@ class TestLaunches(SchedulesTestCase):
     def test_own_stream_and_streams_that_nobody_sees(self):
         tokens = (state(1), state(2), state(PRIVATE))
         node = self.call(aten.sin.default, self.x, stream=1)
-        note_fact(node, after=tokens, before=tokens)
+        note_fact(node, after=tokens, promised_to=tokens)
         self.assertEqual(self.launches(node), [({state(2)}, {state(2)})])
 
     def test_backward_sees_the_streams_of_its_forward(self):
@@ -91,13 +93,13 @@ class TestLaunches(SchedulesTestCase):
         self.assertEqual(self.launches(node), [({state(OTHER_DEVICE)}, set())])
 
     def test_nodes_of_one_kernel(self):
-        first = self.call(aten.sin.default, self.x, after=(E5,), before=())
-        second = self.call(aten.cos.default, first, after=(state(1),), before=(R5,))
+        first = self.call(aten.sin.default, self.x, after=(E5,), promised_to=())
+        second = self.call(aten.cos.default, first, after=(state(1),), promised_to=(R5,))
         self.assertEqual(self.launches(second), [({E5, state(1)}, {R5})])
 
     def test_node_that_made_what_a_kernel_reads(self):
-        first = self.call(aten.sum.default, self.x, stream=1, after=(E5,), before=(R5,))
-        second = self.call(aten.cos.default, first, stream=2, after=(), before=())
+        first = self.call(aten.sum.default, self.x, stream=1, after=(E5,), promised_to=(R5,))
+        second = self.call(aten.cos.default, first, stream=2, after=(), promised_to=())
         found = self.launches(first, second)
         self.assertEqual(found, [({E5}, {R5}), (set(), set())])
 
@@ -105,36 +107,36 @@ class TestLaunches(SchedulesTestCase):
         """The kernels of both compute `inner`; the second reads the first's result."""
         made = self.program.input(64, 64)
         made = made if of_input else self.call(aten.mm.default, made, made)
-        inner = self.call(aten.relu.default, made, after=(E5,), before=(R5,))
+        inner = self.call(aten.relu.default, made, after=(E5,), promised_to=(R5,))
         total = self.call(aten.sum.dim_IntList, inner, [1], True)
         reader = self.call(aten.add.Tensor, inner, total, **fact)
         with config.patch(max_fusion_size=1):
             return self.launches(total, reader)
 
     def test_node_that_went_into_what_a_kernel_reads(self):
-        found = self.sum_and_its_reader(after=(state(1),), before=())
+        found = self.sum_and_its_reader(after=(state(1),), promised_to=())
         self.assertEqual(found, [({E5}, {R5}), ({state(1)}, set())])
 
     def test_node_that_reads_the_callers_memory_again(self):
-        found = self.sum_and_its_reader(of_input=True, after=(state(1),), before=())
+        found = self.sum_and_its_reader(of_input=True, after=(state(1),), promised_to=())
         self.assertEqual(found, [({E5}, {R5}), ({state(1), E5}, {R5})])
 
     def test_node_that_is_computed_in_two_kernels(self):
-        shared = self.call(aten.neg.default, self.x, after=(E5,), before=())
+        shared = self.call(aten.neg.default, self.x, after=(E5,), promised_to=())
         results = [
             self.call(aten.cos.default, self.call(aten.slice.Tensor, shared, 0, *ends)) for ends in ((0, 1), (1, 4))
         ]
         for node in results:
-            note_fact(node, after=(), before=())
+            note_fact(node, after=(), promised_to=())
         self.assertEqual(self.launches(*results), [({E5}, set())] * 2)
 
     def test_view(self):
-        view = self.call(aten.slice.Tensor, self.x, 0, 0, 2, after=(E5,), before=(R5,))
-        node = self.call(aten.cos.default, view, after=(state(1),), before=())
+        view = self.call(aten.slice.Tensor, self.x, 0, 0, 2, after=(E5,), promised_to=(R5,))
+        node = self.call(aten.cos.default, view, after=(state(1),), promised_to=())
         self.assertEqual(self.launches(node), [({state(1)}, set())])
 
     def test_node_that_lost_its_tokens(self):
-        first = self.call(aten.sum.default, self.x, stream=1, after=(E5,), before=(R5,))
+        first = self.call(aten.sum.default, self.x, stream=1, after=(E5,), promised_to=(R5,))
         other = self.call(aten.mm.default, *[self.program.input(2, 2)] * 2, stream=1)
         third = self.call(aten.mm.default, *[self.program.input(3, 3)] * 2, stream=2)
         found = self.launches(first, other, third)
@@ -145,9 +147,9 @@ class TestLaunches(SchedulesTestCase):
         self.assertEqual(self.sum_and_its_reader()[1], (set(), set()))
 
     def test_enclosed_regions_fork_and_join(self):
-        tokens = {"after": (E5,), "before": (R5, H0, state(2), state(0))}
+        tokens = {"after": (E5,), "promised_to": (R5, H0, state(2), state(0))}
         side = self.call(aten.sum.default, self.x, stream=1, **tokens)
-        other = self.call(aten.cos.default, self.program.input(8), before=(R5,))
+        other = self.call(aten.cos.default, self.program.input(8), promised_to=(R5,))
         found = self.launches(side, other, enclosed=True)
         self.assertEqual(found, [({state(0)}, {state(0), R5, H0}), (set(), {R5})])
         self.assertEqual(self.tokens.concerned, {0, 1, 2})
@@ -175,29 +177,29 @@ class TestLaunches(SchedulesTestCase):
 class TestExit(SchedulesTestCase):
     def at_exit(self, *leave, blocking=(), enclosed=False):
         x = self.program.input(4)
-        node = self.call(aten.sin.default, x, leave=leave)
+        node = self.call(aten.sin.default, x, exit_waits=leave)
         with self.scheduled(node) as scheduler:
             tokens = BoundaryTokens(scheduler, scheduler.nodes, enclosed)
             return tokens.at_exit(blocking)
 
     def test_what_streams_are_left_after(self):
         leave = (
-            Leave(1, (state(0), state(PRIVATE))),
-            Leave(1, (E5,)),
-            Leave(OTHER, (state(OTHER), state(2))),
-            Leave(PRIVATE, (state(0),)),
+            ExitWait(1, (state(0), state(PRIVATE))),
+            ExitWait(1, (E5,)),
+            ExitWait(OTHER, (state(OTHER), state(2))),
+            ExitWait(PRIVATE, (state(0),)),
         )
         wanted = {1: {state(0), E5}, OTHER_DEVICE: {state(OTHER_DEVICE), state(2)}}
         self.assertEqual(self.at_exit(*leave), wanted)
 
     def test_copy_that_is_left_out(self):
-        leave = Leave(1, (state(0),)), Leave(2, (E5,), C0)
+        leave = ExitWait(1, (state(0),)), ExitWait(2, (E5,), C0)
         self.assertEqual(self.at_exit(*leave), {1: {state(0)}, 2: {E5}})
         self.program = Program()
         self.assertEqual(self.at_exit(*leave, blocking={C0}), {1: {state(0)}})
 
     def test_enclosed_region(self):
-        self.assertEqual(self.at_exit(Leave(1, (state(0),)), enclosed=True), {})
+        self.assertEqual(self.at_exit(ExitWait(1, (state(0),)), enclosed=True), {})
 
 
 class TestGraphFacts(SchedulesTestCase):
@@ -207,17 +209,18 @@ class TestGraphFacts(SchedulesTestCase):
 
     def test_stream_that_the_frame_hands_out(self):
         registry.current().locals[PRIVATE] = "made"
-        self.assertEqual(graph_facts.private_streams(), set())
+        with frame_facts.compiling(registry.facts()):
+            self.assertEqual(graph_facts.private_streams(), set())
 
     def test_exit_of_a_graph_that_computes_nothing(self):
         x = self.program.input(4)
-        note_fact(x, leave=(Leave(1, (E5,)),))
+        note_fact(x, exit_waits=(ExitWait(1, (E5,)),))
         with self.scheduled(x):
-            self.assertEqual(graph_facts.leaving(), (Leave(1, (E5,)),))
+            self.assertEqual(graph_facts.exit_waits(), (ExitWait(1, (E5,)),))
 
     def test_graph_without_facts(self):
         with self.scheduled(self.program.input(4)):
-            self.assertEqual(graph_facts.leaving(), ())
+            self.assertEqual(graph_facts.exit_waits(), ())
             self.assertEqual(graph_facts.eager_memory_of_results(), {})
 
     def test_saved_values(self):

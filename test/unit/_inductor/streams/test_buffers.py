@@ -5,7 +5,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 
 import form  # noqa: F401
 from stand_ins.schedules import Program, ProgramCase
-from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact, ResultMemory
+from torch_overlay._functorch.streams.facts import ExitWait, ForeignRead, note_fact, ResultMemory
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state, synchronization
 from torch_overlay._inductor.notes import ScheduleNotes
@@ -35,9 +35,9 @@ class PlansTestCase(ProgramCase):
 
 class TestPlans(PlansTestCase):
     def fork_and_join(self, **kwargs):
-        tokens = {"after": (CALLER,), "before": (CALLER,)}
+        tokens = {"after": (CALLER,), "promised_to": (CALLER,)}
         side = self.product(stream=1, **tokens)
-        tokens = {"after": (), "before": ()}
+        tokens = {"after": (), "promised_to": ()}
         return self.plan(self.product(side, side, **tokens), **kwargs)
 
     def test_fork_and_join(self):
@@ -69,23 +69,23 @@ free buf0 (stream 1) after exit""",
             self.assertFalse(buffer.settles)
 
     def test_promise_at_the_exit(self):
-        node = self.product(leave=(Leave(1, (CALLER,)),))
+        node = self.product(exit_waits=(ExitWait(1, (CALLER,)),))
         (event,) = self.plan(node).events
         self.assertEqual((event.stream, event.waits), (0, ((1, 1),)))
 
     def test_promises_that_nobody_needs(self):
         kept = (E5, H0, CALLER, blocking_copy(0))
-        first = self.product(stream=1, after=(), before=())
-        inner = self.product(first, first, stream=1, after=(), before=kept)
-        last = self.product(inner, inner, stream=1, after=(), before=())
+        first = self.product(stream=1, after=(), promised_to=())
+        inner = self.product(first, first, stream=1, after=(), promised_to=kept)
+        last = self.product(inner, inner, stream=1, after=(), promised_to=())
         plan = self.plan(last)
-        self.assertEqual(plan.ops[1].before, {E5, H0})
+        self.assertEqual(plan.ops[1].promised_to, {E5, H0})
 
     def test_promises_about_another_streams_block(self):
-        first = self.product(after=(), before=())
-        inner = self.product(first, first, stream=1, after=(), before=(CALLER, state(2)))
-        last = self.product(inner, inner, stream=1, after=(), before=())
-        self.assertEqual(self.plan(last).ops[1].before, {CALLER})
+        first = self.product(after=(), promised_to=())
+        inner = self.product(first, first, stream=1, after=(), promised_to=(CALLER, state(2)))
+        last = self.product(inner, inner, stream=1, after=(), promised_to=())
+        self.assertEqual(self.plan(last).ops[1].promised_to, {CALLER})
 
 
 class TestBuffers(PlansTestCase):
@@ -184,13 +184,13 @@ class TestNeedsPlan(PlansTestCase):
 
     def test_program_without_streams(self):
         self.assertFalse(self.needed())
-        self.assertFalse(self.needed(self.product(after=(), before=())))
+        self.assertFalse(self.needed(self.product(after=(), promised_to=())))
 
     def test_programs_with_streams(self):
         self.assertTrue(self.needed(self.product(stream=1)))
         self.assertTrue(self.needed(self.product(after=(E5,))))
-        self.assertTrue(self.needed(self.product(before=(CALLER,))))
-        note_fact(self.program.input(4), leave=(Leave(1, (CALLER,)),))
+        self.assertTrue(self.needed(self.product(promised_to=(CALLER,))))
+        note_fact(self.program.input(4), exit_waits=(ExitWait(1, (CALLER,)),))
         self.assertTrue(self.needed())
         note_fact(self.program.input(4), memory=1)
         self.assertTrue(self.needed(**BACKWARD))

@@ -12,7 +12,7 @@ from torch._inductor.virtualized import V
 import form  # noqa: F401
 from stand_ins.schedules import ProgramCase
 from torch_overlay import config
-from torch_overlay._functorch.streams.facts import Leave, note_fact, ResultMemory
+from torch_overlay._functorch.streams.facts import ExitWait, note_fact, ResultMemory
 from torch_overlay._functorch.streams.tokens import caller_event, record, state
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import stream_operation
@@ -34,7 +34,7 @@ class EmitterTestCase(ProgramCase):
 
     def call(self, target, *args, stream=0, **fact):
         tokens = (CALLER,) if stream else ()
-        return super().call(target, *args, stream=stream, **{"after": tokens, "before": tokens, **fact})
+        return super().call(target, *args, stream=stream, **{"after": tokens, "promised_to": tokens, **fact})
 
     def product(self, *args, **where):
         return self.call(aten.mm.default, *(args or [self.x] * 2), **where)
@@ -127,7 +127,7 @@ frame0.leave()""",
 
     def test_stream_that_waits_at_the_exit(self):
         """It must not stay in a graph that the caller captures."""
-        self.write(self.product(leave=(Leave(1, (CALLER,)),)))
+        self.write(self.product(exit_waits=(ExitWait(1, (CALLER,)),)))
         self.assertEqual(self.spec().entry, (("record", "ev0", "stream0"),))
         self.assertEqual(self.spec().exit, (("wait_exit", "ev0", "stream1"),))
 

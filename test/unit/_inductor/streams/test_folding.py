@@ -16,7 +16,7 @@ from torch_overlay._inductor.streams.folding import fold_branches, handed_out
 
 aten, streams, prims = torch.ops.aten, torch.ops.streams, torch.ops.prims
 CALLER = state(0)
-FORKED = {"after": (CALLER,), "before": (CALLER,)}
+FORKED = {"after": (CALLER,), "promised_to": (CALLER,)}
 US_PER_MIB = (1 << 20) / 1.024e6  # of the device of inductor_schedules
 
 
@@ -34,7 +34,7 @@ class FoldingTestCase(ProgramCase):
         return super().call(target, *args, stream=stream, **(fact or FORKED))
 
     def joined(self, value):
-        return self.call(aten.add.Tensor, self.x, value, stream=0, after=(), before=())
+        return self.call(aten.add.Tensor, self.x, value, stream=0, after=(), promised_to=())
 
     def fold(self, *results, limit_us=100.0, is_backward=False):
         self.program.output(*results)
@@ -52,11 +52,11 @@ class TestBranches(FoldingTestCase):
             self.assertEqual(node_stream(node), 0)
 
     def test_what_the_outside_knows_of_the_stream_stays_true(self):
-        fact = {"after": (CALLER, caller_event(5)), "before": (CALLER,)}
+        fact = {"after": (CALLER, caller_event(5)), "promised_to": (CALLER,)}
         node = self.call(aten.sin.default, self.x, **fact)
         self.fold(self.joined(node))
         self.assertEqual(set(fact_of(node).after), {state(1), caller_event(5)})
-        self.assertEqual(set(fact_of(node).before), {state(1)})
+        self.assertEqual(set(fact_of(node).promised_to), {state(1)})
 
     def test_time_of_what_is_read_and_written(self):
         """Values inside of the branch are neither."""
@@ -99,14 +99,14 @@ class TestBranchesThatStay(FoldingTestCase):
         self.assertEqual(node_stream(node), 1)
 
     def test_branch_that_is_not_forked_or_not_joined(self):
-        for name in ("after", "before"):
+        for name in ("after", "promised_to"):
             self.setUp()
             fact = {**FORKED, name: ()}
             self.assert_stays(self.call(aten.sin.default, self.x, **fact))
 
     def test_node_whose_tokens_are_not_known(self):
         node = self.call(aten.sin.default, self.x)
-        note_fact(node, after=None, before=None)
+        note_fact(node, after=None, promised_to=None)
         self.assert_stays(node)
 
     def test_copies_streams(self):

@@ -46,10 +46,10 @@ class PassesTestCase(TestCase):
         self.graph = Graph()
         self.x = self.graph.placeholder("x")
 
-    def call(self, target, *args, stream=0, after=(), before=(), **fact):
+    def call(self, target, *args, stream=0, after=(), promised_to=(), **fact):
         node = self.graph.call_function(target, args)
         place_on(node, stream)
-        note_fact(node, after=after, before=before, **fact)
+        note_fact(node, after=after, promised_to=promised_to, **fact)
         return node
 
     def output(self, *results):
@@ -74,12 +74,12 @@ class PassesTestCase(TestCase):
 
     def placed(self, node):
         fact = fact_of(node)
-        return node_stream(node), set(fact.after or ()), set(fact.before or ())
+        return node_stream(node), set(fact.after or ()), set(fact.promised_to or ())
 
 
 class TestNodesOfAPass(PassesTestCase):
     def test_new_node_runs_where_the_one_did_that_it_replaces(self):
-        old = self.call(aten.relu.default, self.x, stream=2, after=(E1,), before=(E5,))
+        old = self.call(aten.relu.default, self.x, stream=2, after=(E1,), promised_to=(E5,))
         self.output(old)
         made = []
         self.run_pass(lambda graph: made.append(self.replace(old, aten.sin.default)))
@@ -150,7 +150,7 @@ class TestRemovedNodes(PassesTestCase):
     """Who reads what a node read that did nothing, and what the caller relies on."""
 
     def test_callers_memory_is_read_when_it_was(self):
-        gone = self.call(aten.mul.Tensor, self.x, 1, stream=1, after=(E1,), before=(E5,))
+        gone = self.call(aten.mul.Tensor, self.x, 1, stream=1, after=(E1,), promised_to=(E5,))
         reader = self.call(aten.sin.default, gone, stream=2)
         other = self.call(aten.cos.default, self.x, stream=2)
         self.output(reader, other)
@@ -182,7 +182,7 @@ class TestRemovedNodes(PassesTestCase):
     def test_memory_that_nobody_else_knows(self):
         """What is computed in the graph may be read at any time."""
         made = self.call(aten.relu.default, self.x)
-        gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), before=(E5,))
+        gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), promised_to=(E5,))
         reader = self.call(aten.sin.default, gone, stream=2)
         self.output(reader)
         self.run_pass(lambda graph: self.remove(gone))
@@ -191,7 +191,7 @@ class TestRemovedNodes(PassesTestCase):
     def test_memory_of_a_result(self):
         """The caller has it at the end: only what comes after the node counts."""
         made = self.call(aten.relu.default, self.x)
-        gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), before=(E5,))
+        gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), promised_to=(E5,))
         reader = self.call(aten.sin.default, gone, stream=2)
         self.output(made, reader)
         self.run_pass(lambda graph: self.remove(gone))
@@ -199,7 +199,7 @@ class TestRemovedNodes(PassesTestCase):
 
     def test_new_value_of_an_input(self):
         made = self.call(aten.relu.default, self.x)
-        gone = self.call(aten.mul.Tensor, made, 1, stream=1, before=(E5,))
+        gone = self.call(aten.mul.Tensor, made, 1, stream=1, promised_to=(E5,))
         reader = self.call(aten.sin.default, gone, stream=2)
         self.graph.call_function(aten.copy_.default, (self.x, made))
         self.output(reader)
@@ -209,7 +209,7 @@ class TestRemovedNodes(PassesTestCase):
     def test_copy_that_blocked_the_host(self):
         """The reader may come after such a copy that the node came before."""
         blocks = blocking_copy(0)
-        gone = self.call(aten.mul.Tensor, self.x, 1, stream=1, before=(blocks, E5))
+        gone = self.call(aten.mul.Tensor, self.x, 1, stream=1, promised_to=(blocks, E5))
         reader = self.call(aten.sin.default, gone, stream=2)
         self.output(reader)
         self.run_pass(lambda graph: self.remove(gone))
@@ -217,8 +217,8 @@ class TestRemovedNodes(PassesTestCase):
 
     def test_copy_that_the_pass_keeps(self):
         """It is read when the node was that it stands for, and is not the next one."""
-        first = self.call(aten.mul.Tensor, self.x, 1, stream=1, before=(E9,))
-        second = self.call(aten.add.Tensor, first, 0, stream=1, before=(E5,))
+        first = self.call(aten.mul.Tensor, self.x, 1, stream=1, promised_to=(E9,))
+        second = self.call(aten.add.Tensor, first, 0, stream=1, promised_to=(E5,))
         reader = self.call(aten.sin.default, second, stream=2)
         self.output(first, reader)
 
@@ -243,7 +243,7 @@ class TestRemovedNodes(PassesTestCase):
         for stream in (1, 2):
             self.setUp()
             made = self.call(aten.relu.default, self.x, stream=3)
-            gone = self.call(aten.mul.Tensor, made, 1, stream=1, before=(state(3),), reads=reads)
+            gone = self.call(aten.mul.Tensor, made, 1, stream=1, promised_to=(state(3),), reads=reads)
             reader = self.call(aten.sin.default, gone, stream=stream)
             self.output(reader)
             self.run_pass(lambda graph, gone=gone: self.remove(gone))
@@ -262,8 +262,8 @@ class TestPatterns(PassesTestCase):
         def _(match: Match, x):
             match.replace_by_example(lambda x: aten.tanh.default(x), [x])
 
-        one = self.call(aten.sin.default, self.x, stream=1, after=(E1,), before=(E5,))
-        two = self.call(aten.cos.default, one, stream=1, before=(E9,))
+        one = self.call(aten.sin.default, self.x, stream=1, after=(E1,), promised_to=(E5,))
+        two = self.call(aten.cos.default, one, stream=1, promised_to=(E9,))
         other = self.call(aten.neg.default, one, stream=2)
         self.output(two, other)
         with FakeTensorMode() as mode:

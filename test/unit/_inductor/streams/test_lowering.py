@@ -18,7 +18,7 @@ from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
 aten, prims, streams = torch.ops.aten, torch.ops.prims, torch.ops.streams
 R5, C0 = record(5, 0), blocking_copy(0)
 CPU = torch.device("cpu")
-PLACED = {"after": (), "before": ()}
+PLACED = {"after": (), "promised_to": ()}
 
 
 @config.patch(streams=True, fold_branches_below_us=0.0)
@@ -67,7 +67,7 @@ class TestBuffers(LoweringTestCase):
         return value, visible, reader, self.lowered(reader)
 
     def test_value_that_a_record_covers(self):
-        value, visible, reader, found = self.covered(before=(R5,))
+        value, visible, reader, found = self.covered(promised_to=(R5,))
         self.assertEqual(found, [value, visible, reader])
 
     def test_value_that_it_does_not_cover(self):
@@ -76,7 +76,7 @@ class TestBuffers(LoweringTestCase):
 
     @config.patch(streams=False)
     def test_without_the_option(self):
-        value, visible, reader, found = self.covered(before=(R5,))
+        value, visible, reader, found = self.covered(promised_to=(R5,))
         self.assertEqual(found, [visible, reader])
 
     def test_layout_of_memory_that_record_stream_names(self):
@@ -174,7 +174,7 @@ class TestParts(LoweringTestCase):
 
 class TestLastChanges(LoweringTestCase):
     def stream_of_branch(self):
-        fact = {"after": (state(0),), "before": (state(0),)}
+        fact = {"after": (state(0),), "promised_to": (state(0),)}
         x = self.input(4)
         branch = self.call(aten.sin.default, x, stream=1, **fact)
         self.lowered(self.call(aten.add.Tensor, x, branch))
@@ -189,5 +189,5 @@ class TestLastChanges(LoweringTestCase):
 
     def test_record_stands_after_what_it_covers(self):
         visible = self.call(streams.record_event.default, 5, 1, stream=1, requires=R5)
-        value = self.call(aten.sin.default, self.input(4), before=(R5,))
+        value = self.call(aten.sin.default, self.input(4), promised_to=(R5,))
         self.assertEqual(self.lowered(value), [value, visible])

@@ -8,7 +8,7 @@ import form  # noqa: F401
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
-from torch_overlay._inductor.streams.fx_passes import is_write, needs_streams, NewNodes, PassLog, Placed
+from torch_overlay._inductor.streams.fx_passes import is_write, needs_placement, NewNodes, PassLog, Placed
 
 
 aten, streams = torch.ops.aten, torch.ops.streams
@@ -22,7 +22,7 @@ def graph_of(*places):
     for i, stream in enumerate(places):
         value = graph.call_function(aten.relu.default, (value,), name=f"relu_{i}")
         place_on(value, stream)
-        note_fact(value, after=(caller_event(i),), before=(caller_event(10 + i),))
+        note_fact(value, after=(caller_event(i),), promised_to=(caller_event(10 + i),))
         made.append(value)
     graph.output(tuple(made))
     return GraphModule(torch.nn.Module(), graph)
@@ -74,7 +74,7 @@ class NewNodesTestCase(TestCase):
         fact = fact_of(node)
         tokens = (
             known and tuple(-t.stream if t.stream is not None else t.event for t in known)
-            for known in (fact.after, fact.before)
+            for known in (fact.after, fact.promised_to)
         )
         return node_stream(node), *tokens
 
@@ -178,7 +178,7 @@ class TestReplacements(NewNodesTestCase):
         def change():
             new = self.replace(second, aten.sin.default)
             place_on(new, 5)
-            note_fact(new, after=(), before=())
+            note_fact(new, after=(), promised_to=())
 
         self.run_pass(change)
         self.assertEqual(self.placed("sin_default"), (5, (), ()))
@@ -273,15 +273,15 @@ class TestOtherNodes(NewNodesTestCase):
 
     def test_graphs_that_need_streams(self):
         node = graph_of(0).graph.output_node().args[0][0]
-        self.assertTrue(needs_streams(node.meta["custom"]))
-        note_fact(node, after=(), before=())
-        self.assertFalse(needs_streams(node.meta["custom"]))
+        self.assertTrue(needs_placement([node]))
+        note_fact(node, after=(), promised_to=())
+        self.assertFalse(needs_placement([node]))
         place_on(node, 1)
-        self.assertTrue(needs_streams(node.meta["custom"]))
-        self.assertFalse(needs_streams(None))
-        note_fact(node, before=(state(2),))
+        self.assertTrue(needs_placement([node]))
+        self.assertFalse(needs_placement([]))
+        note_fact(node, promised_to=(state(2),))
         place_on(node, 0)
-        self.assertTrue(needs_streams(node.meta["custom"]))
+        self.assertTrue(needs_placement([node]))
 
 
 class TestPassLog(NewNodesTestCase):

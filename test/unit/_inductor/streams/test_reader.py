@@ -7,7 +7,7 @@ import torch
 
 import form  # noqa: F401
 from stand_ins.schedules import Program, ProgramCase
-from torch_overlay._functorch.streams.facts import ForeignRead, Leave, note_fact
+from torch_overlay._functorch.streams.facts import ExitWait, ForeignRead, note_fact
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 from torch_overlay._inductor.notes import ScheduleNotes
@@ -44,9 +44,9 @@ class ReaderTestCase(ProgramCase):
 
 class TestLaunches(ReaderTestCase):
     def test_stream_and_memory(self):
-        node = self.product(stream=2, after=(E5,), before=(R5, CALLER))
+        node = self.product(stream=2, after=(E5,), promised_to=(R5, CALLER))
         reader = self.read(node)
-        tokens = {"after": frozenset({E5}), "before": frozenset({R5, CALLER})}
+        tokens = {"after": frozenset({E5}), "promised_to": frozenset({R5, CALLER})}
         self.assertEqual(reader.ops, [op("op0", 2, "x0", "buf0", **tokens)])
         self.assertEqual(reader.devices, {0: 0})
         self.assertEqual(reader.writer_streams, {"buf0": [2]})
@@ -100,8 +100,8 @@ class TestLaunches(ReaderTestCase):
         self.assertTrue(launch.writes & view.reads)
 
     def test_promises_at_the_exit(self):
-        leave = Leave(1, (CALLER,)), Leave(2, (E5,), C0)
-        copy = self.call(prims.device_put.default, self.product(leave=leave), CPU)
+        leave = ExitWait(1, (CALLER,)), ExitWait(2, (E5,), C0)
+        copy = self.call(prims.device_put.default, self.product(exit_waits=leave), CPU)
         note_fact(copy, requires=C0)
         self.assertEqual(self.read(copy).left_after, {1: {CALLER}})
 
@@ -174,7 +174,7 @@ class TestHost(ReaderTestCase):
     def test_host_reads_what_another_region_downloads(self):
         for token, wanted in ((None, {CALLER}), (H0, set())):
             self.program = Program()
-            made = self.copy(self.program.input(4), CPU, True, before=(H0,))
+            made = self.copy(self.program.input(4), CPU, True, promised_to=(H0,))
             self.call(streams.synchronize_stream.default, 1, requires=token)
             node = self.call(aten.sin.default, made)
             (host,) = self.read(node, enclosed=True, first=2).ops

@@ -1,7 +1,6 @@
 """`_inductor.streams.region_names`: names of streams and events in generated code."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from torch._dynamo import graph_bytecode_inputs as numbering
@@ -10,12 +9,14 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins.schedules import device
+from torch_overlay import frame_facts
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.ids import copy_in_stream, copy_out_stream
 from torch_overlay._functorch.streams.tokens import caller_event
 from torch_overlay._inductor.streams.plan import BoundaryWait, Event, Op, Plan
 from torch_overlay._inductor.streams.planned_region import Region
 from torch_overlay._inductor.streams.region_names import RegionNames
+from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
 class RegionNamesTestCase(TestCase):
@@ -70,14 +71,14 @@ class TestNames(RegionNamesTestCase):
 
     def test_device_of_a_stream_that_runs_nothing(self):
         self.assertEqual(self.names(0, 3).device, 0)
-        info = registry.ObjectInfo(
+        info = ObjectInfo(
             index=3,
             origin="caller",
             escapes=True,
             kind="stream",
             device=torch.device("cuda", 1),
         )
-        with mock.patch.object(registry, "describe", lambda: [info]):
+        with frame_facts.compiling(FrameFacts((info,))):
             self.assertIsNone(self.names(0, 3).device)
 
     def test_callers_stream_of_another_device(self):

@@ -26,7 +26,7 @@ class TestRegions(ProgramCase):
 
     def product(self, *args, stream=0):
         tokens = (CALLER,) if stream else ()
-        return self.call(aten.mm.default, *(args or (self.x, self.x)), stream=stream, after=tokens, before=tokens)
+        return self.call(aten.mm.default, *(args or (self.x, self.x)), stream=stream, after=tokens, promised_to=tokens)
 
     def schedule(self, *results, **options):
         self.program.output(*results)

@@ -58,13 +58,13 @@ class ScheduleOrderTestCase(ProgramCase):
 
 class TestVisibleOperations(ScheduleOrderTestCase):
     def test_without_stream_operations(self):
-        one, other = self.sine(before=(R5,)), self.sine()
+        one, other = self.sine(promised_to=(R5,)), self.sine()
         self.assertEqual(self.ancestors(one, other), {one: set(), other: set()})
 
     def test_record_comes_after_what_it_is_to_cover(self):
-        covered, other = self.sine(before=(R5,)), self.sine()
+        covered, other = self.sine(promised_to=(R5,)), self.sine()
         rec = self.visible()
-        later = self.sine(before=(R5,))
+        later = self.sine(promised_to=(R5,))
         found = self.ancestors(covered, other, later)
         self.assertEqual(found[rec], {covered})
         self.assertEqual(found[other], set())
@@ -104,7 +104,7 @@ class TestVisibleOperations(ScheduleOrderTestCase):
 
 
 class TestBlockingOperations(ScheduleOrderTestCase):
-    known = {"after": (), "before": ()}
+    known = {"after": (), "promised_to": ()}
 
     def copy(self, source, **fact):
         return self.call(prims.device_put.default, source, CPU, False, **fact)
@@ -118,7 +118,7 @@ class TestBlockingOperations(ScheduleOrderTestCase):
         self.assertEqual(found, wanted)
 
     def test_copy_comes_after_what_it_was_promised(self):
-        fact = {"after": (), "before": (C0,)}
+        fact = {"after": (), "promised_to": (C0,)}
         promised = self.sine(stream=2, **fact)
         copy = self.copy(self.program.input(8), stream=1, requires=C0, **self.known)
         late = self.sine(stream=2, size=3, **fact)
@@ -131,7 +131,7 @@ class TestBlockingOperations(ScheduleOrderTestCase):
         early = self.sine(device="cpu", size=2, **self.known)
         copy = self.copy(self.program.input(8), stream=1, requires=C0, **self.known)
         late = self.sine(device="cpu", size=3, **self.known)
-        kept = self.sine(device="cpu", size=5, after=(), before=(C0,))
+        kept = self.sine(device="cpu", size=5, after=(), promised_to=(C0,))
         found = self.ancestors(early, copy, late, kept)
         self.assertEqual(found[late], {copy, kept})
         self.assertEqual((found[early], found[kept]), (set(), set()))

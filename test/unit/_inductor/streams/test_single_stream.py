@@ -14,8 +14,8 @@ from torch_overlay._inductor.streams.single_stream import follows_one_stream_whe
 
 aten, prims, streams = torch.ops.aten, torch.ops.prims, torch.ops.streams
 CALLER = state(0)
-FORKED = {"after": (CALLER,), "before": (CALLER,)}
-ON_CALLERS = {"after": (), "before": ()}
+FORKED = {"after": (CALLER,), "promised_to": (CALLER,)}
+ON_CALLERS = {"after": (), "promised_to": ()}
 SIZE = 256
 LONGEST_US = 2 * SIZE**3 / (100 * 256 * 1e3)  # of a product
 
@@ -93,7 +93,7 @@ class TestRegionsThatRunAsPlanned(IdleTestCase):
         self.assert_as_planned(joined, side, saved=[1], **options)
 
     def test_branch_that_is_not_forked_or_not_joined(self):
-        for name in ("after", "before"):
+        for name in ("after", "promised_to"):
             self.setUp()
             side = self.branch(**{**FORKED, name: ()})
             self.assert_as_planned(self.product(side, self.x))
@@ -103,7 +103,7 @@ class TestRegionsThatRunAsPlanned(IdleTestCase):
         self.assert_as_planned(self.product(side, self.x))
 
     def test_event_of_the_caller(self):
-        side = self.branch(after=(CALLER, caller_event(5)), before=(CALLER,))
+        side = self.branch(after=(CALLER, caller_event(5)), promised_to=(CALLER,))
         self.assert_as_planned(self.product(side, self.x))
 
     def test_operations_of_the_stream_program(self):

@@ -36,7 +36,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.culprit import Culprit
-    from torch_overlay._inductor.relaunch.capture.make_graph import Work
+    from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
 
 
@@ -58,26 +58,26 @@ class CaptureFailed(Exception):
         self.culprit = None if culprit is None or culprit.is_innocent else culprit
 
 
-def make_or_blame(work: Work) -> Relaunch | staged.Split:
+def make_or_blame(request: CaptureRequest) -> Relaunch | staged.Split:
     """Make the graph of a region, and return what launches it. Raises CaptureFailed; NumberEscaped if a launch can't
     compute with the numbers."""
     try:
-        if work.plan.opaque and (culprit := find_escape(work)) is not None and not culprit.is_innocent:
+        if request.plan.opaque and (culprit := find_escape(request)) is not None and not culprit.is_innocent:
             raise CaptureFailed("operator", culprit.did, culprit)
         start = time.perf_counter()
-        arrangement, launchers = make_graph(work)
-        if work.is_shared:
-            work.sizes.note_capture(time.perf_counter() - start)
-        made = staged.launchable(work.device, arrangement, launchers, work.code.static_inputs, work.alignments)
+        arrangement, launchers = make_graph(request)
+        if request.is_shared:
+            request.sizes.note_capture(time.perf_counter() - start)
+        made = staged.launchable(request.device, arrangement, launchers, request.code.static_inputs, request.alignments)
     except (NumberEscaped, CaptureFailed):
         raise
     except Unprovable as refusal:
-        raise CaptureFailed(refusal.reason, str(refusal), find_launcher(work, refusal)) from refusal
+        raise CaptureFailed(refusal.reason, str(refusal), find_launcher(request, refusal)) from refusal
     except Exception as error:
-        log.info("%s could not be captured", work.code.name, exc_info=True)
-        culprit = find_culprit(work)
+        log.info("%s could not be captured", request.code.name, exc_info=True)
+        culprit = find_culprit(request)
         reason = "out-of-memory" if isinstance(error, torch.OutOfMemoryError) else "capture"
-        operator, line = "", line_of_error(error, work.namespace)
+        operator, line = "", line_of_error(error, request.namespace)
         if culprit is not None:
             operator, line = culprit.operator, culprit.line
         raise CaptureFailed(
@@ -86,57 +86,57 @@ def make_or_blame(work: Work) -> Relaunch | staged.Split:
     if log.isEnabledFor(logging.INFO):
         message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
         nodes, names = staged.graph_of(made).nodes, arrangement.layout.names()
-        log.info(message, work.code.name, nodes, len(launchers), arrangement.describe(), names)
+        log.info(message, request.code.name, nodes, len(launchers), arrangement.describe(), names)
     return made
 
 
-def find_culprit(work: Work) -> Culprit | None:
+def find_culprit(request: CaptureRequest) -> Culprit | None:
     """Capture as the first capture of `make_graph` does, and return the operator in which that fails."""
-    suspects = Suspects(work.namespace, work.device.is_capture_broken)
-    with contextlib.suppress(Exception), recordings(work) as record, suspects:
-        work.capture(record(1))
+    suspects = Suspects(request.namespace, request.device.is_capture_broken)
+    with contextlib.suppress(Exception), recordings(request) as new_recording, suspects:
+        request.capture(new_recording(1))
     return suspects.found
 
 
-def find_escape(work: Work) -> Culprit | None:
+def find_escape(request: CaptureRequest) -> Culprit | None:
     """Return the operator in which a capture fails, or which launches outside of it: Note [Kernels outside of a
     capture]."""
 
-    suspects, is_written = _capture_filled(work)
+    suspects, is_written = _capture_filled(request)
     if suspects.found is not None or not is_written or not suspects.opaque:
         return suspects.found
     others = range(len(suspects.opaque) - 1)
-    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: _capture_filled(work, last)[1])]
+    return suspects.opaque[bisect.bisect_left(others, True, key=lambda last: _capture_filled(request, last)[1])]
 
 
-def _capture_filled(work: Work, last: int | None = None) -> tuple[Suspects, bool]:
+def _capture_filled(request: CaptureRequest, last: int | None = None) -> tuple[Suspects, bool]:
     """Capture up to this call of an opaque operator. Return what was seen, and whether a kernel has run."""
-    suspects = Suspects(work.namespace, work.device.is_capture_broken, last)
-    with recordings(work) as record, record(1) as recording:
+    suspects = Suspects(request.namespace, request.device.is_capture_broken, last)
+    with recordings(request) as new_recording, new_recording(1) as recording:
         recording.fill()
         with contextlib.suppress(Exception), suspects:
-            work.capture(recording)
+            request.capture(recording)
         return suspects, recording.is_written()
 
 
-def find_differing(work: Work) -> Culprit | None:
+def find_differing(request: CaptureRequest) -> Culprit | None:
     """Return the operator in the middle of those that may have made a graph's results other ones: Note [Kernels outside
     of a capture]."""
     with contextlib.suppress(Exception):
-        opaque = list({culprit.operator: culprit for culprit in _capture_filled(work)[0].opaque}.values())
+        opaque = list({culprit.operator: culprit for culprit in _capture_filled(request)[0].opaque}.values())
         return dataclasses.replace(opaque[len(opaque) // 2], did=DIFFERS)
     return None
 
 
-def find_launcher(work: Work, refusal: Unprovable) -> Culprit | None:
+def find_launcher(request: CaptureRequest, refusal: Unprovable) -> Culprit | None:
     """Capture once more, and return the operator that launches the node for which the proof has refused the region."""
     number = refusal.node.partition(" ")[0]
     if not number.isdigit():
         return None
-    with contextlib.suppress(Exception), recordings(work) as record:
-        recording = record(1)
-        with Launchers(work.namespace, recording.nodes) as launchers:
-            captured = work.capture(recording)
+    with contextlib.suppress(Exception), recordings(request) as new_recording:
+        recording = new_recording(1)
+        with Launchers(request.namespace, recording.nodes) as launchers:
+            captured = request.capture(recording)
         did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
-        return launchers.culprit(work.device.handle_of(captured, int(number)), did)
+        return launchers.culprit(request.device.handle_of(captured, int(number)), did)
     return None

@@ -1,7 +1,7 @@
 """Makes captures and executables on a real device; `capture` and `runner` use devices only through this interface.
 
     device = Cuda(index)
-    recording = device.record(gap)          # an address space, and a graph that is captured in it
+    recording = device.new_recording(gap)   # an address space, and a graph that is captured in it
     with recording:
         x = recording.place(view)           # a tensor at an address of its own
         with recording.capturing(inputs, random):
@@ -144,7 +144,7 @@ class Cuda:
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
 
-    def record(self, gap: int, inputs: int = 0) -> Recording:
+    def new_recording(self, gap: int, inputs: int = 0) -> Recording:
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             raise Unprovable("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
         return Recording(self, gap, inputs)
@@ -232,7 +232,7 @@ class Cuda:
     ) -> tuple[Arrangement, list[Launcher]]:
         """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
         that the launchers follow. `varies`: the graph, if most of its nodes may be set at a launch, for any size or
-        since there may be other launchers `like` these."""
+        because launchers of other templates share its executables (`with_template`)."""
         graph = captured.recording.graph
         shared = self._sharing(captured, varies)
         _held = executable.settle(arrangement.template, self._bytes)  # must live until the executables are made

@@ -56,7 +56,7 @@ COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 capturing = threading.Lock()
 
 
-class Work(NamedTuple):
+class CaptureRequest(NamedTuple):
     """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
     aligned. `numbers`: values of the inputs that a launch is to compute with, by position. `is_shared`: the executable
     may be that of another size, `sizes.sizes`."""
@@ -80,72 +80,72 @@ class Work(NamedTuple):
         return Capture(self.model, self.inputs, self.alignments, self.plan, recording, **options).run(self.code)
 
 
-def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
+def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
     """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Unprovable, or what
     the region itself raises; NumberEscaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
-            if work.is_shared and not work.numbers and work.sizes.may_leave_out():
+            if request.is_shared and not request.numbers and request.sizes.may_leave_out():
                 try:
-                    made = _make_graph(work, leaves_out=True)
+                    made = _make_graph(request, leaves_out=True)
                 except (NumberEscaped, torch.OutOfMemoryError):
                     raise
                 except Exception as why:  # whatever comes of it, the region may be fine
-                    work.sizes.note_left_out(False)
+                    request.sizes.note_left_out(False)
                     log.info("each call of a library is captured: %s", why)
                 else:
-                    work.sizes.note_left_out(True)
+                    request.sizes.note_left_out(True)
                     return made
-            return _make_graph(work)
+            return _make_graph(request)
     except (NumberEscaped, torch.OutOfMemoryError):
         raise
     except Exception as error:  # for code that uses traced numbers where they are not expected
-        if work.numbers:
-            raise NumberEscaped(frozenset(work.numbers), f"{type(error).__name__}: {error}") from error
+        if request.numbers:
+            raise NumberEscaped(frozenset(request.numbers), f"{type(error).__name__}: {error}") from error
         raise
 
 
-def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list[Any]]:
+def _make_graph(request: CaptureRequest, leaves_out: bool = False) -> tuple[Arrangement, list[Any]]:
     """With `leaves_out`, calls are left out that repeat earlier ones; raises Differs or NoExecutable if none may be."""
-    device, code, sizes = work.device, work.code, work.sizes
-    check(work.model)
-    holes = device.holes() if code.saved_outputs and not work.is_shared else []
-    with_uses = device.concurrent and not code.is_training and not work.is_shared
-    others = {k: perturbed(value) for k, value in work.numbers.items()}
-    with_calls = work.is_shared and not work.numbers
+    device, code, sizes = request.device, request.code, request.sizes
+    check(request.model)
+    holes = device.holes() if code.saved_outputs and not request.is_shared else []
+    with_uses = device.concurrent and not code.is_training and not request.is_shared
+    others = {k: perturbed(value) for k, value in request.numbers.items()}
+    with_calls = request.is_shared and not request.numbers
 
-    def take(recording: Any, **options: Any) -> Captured:
-        return work.capture(recording, holes=holes, **options)
+    def capture(recording: Any, **options: Any) -> Captured:
+        return request.capture(recording, holes=holes, **options)
 
-    with recordings(work) as record:
+    with recordings(request) as new_recording:
         noting = {"with_uses": with_uses, "with_calls": with_calls, "leaves_out": leaves_out}
-        first = take(record(1), **noting)
+        first = capture(new_recording(1), **noting)
         for _ in range(ATTEMPTS - 1):
-            if first.plan == work.plan:
+            if first.plan == request.plan:
                 break
-            work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
+            request = request._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
-            first = take(record(1), **noting)
-        work = work._replace(plan=dataclasses.replace(work.plan, asked=first.asked))
+            first = capture(new_recording(1), **noting)
+        request = request._replace(plan=dataclasses.replace(request.plan, asked=first.asked))
         graph, lives = device.read(first), first.lives
-        known = _known(work, graph)
-        if (template := _prove_alone(work, first, graph, known, record)) is None:
+        known = _known(request, graph)
+        if (template := _prove_alone(request, first, graph, known, new_recording)) is None:
             if first.repeats:
                 raise Differs("a call that is not made twice launches an unknown function")
-            second = take(record(2), numbers=others)
+            second = capture(new_recording(2), numbers=others)
             try:
-                template = _prove(work, (first, second), graph, known)
+                template = _prove(request, (first, second), graph, known)
             except Unprovable as refusal:
                 if refusal.reason not in COINCIDENCES:
                     raise
                 # Reserved before the first ranges are freed: the number that equals an address must not be one again.
-                elsewhere = record(3)
+                elsewhere = new_recording(3)
                 first.recording.discard()
                 second.recording.discard()
-                first, second = take(elsewhere, with_uses=with_uses), take(record(5), numbers=others)
+                first, second = capture(elsewhere, with_uses=with_uses), capture(new_recording(5), numbers=others)
                 graph = device.read(first)
-                known = _known(work, graph)
-                template = _prove(work, (first, second), graph, known)
+                known = _known(request, graph)
+                template = _prove(request, (first, second), graph, known)
             lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
             second.recording.discard()
             sizes.functions.learn(template)
@@ -155,35 +155,35 @@ def _make_graph(work: Work, leaves_out: bool = False) -> tuple[Arrangement, list
         if first.repeats and copies:
             raise Differs("it has copies between memories, which need an executable of their own")
         if template.numbers and copies:
-            raise NumberEscaped(frozenset(work.numbers), "copies between memories are patched one by one")
-        edges = device.relax(first, graph, template, work.namespace)
-        proven = _proven(first, lives, template, edges, work.inputs, work.plan.dying, code)
-        if work.is_shared and not copies:
-            return sizes.launchers(device, first, graph, proven, work.plan.drawn)
+            raise NumberEscaped(frozenset(request.numbers), "copies between memories are patched one by one")
+        edges = device.relax(first, graph, template, request.namespace)
+        proven = _proven(first, lives, template, edges, request.inputs, request.plan.dying, code)
+        if request.is_shared and not copies:
+            return sizes.launchers(device, first, graph, proven, request.plan.drawn)
         return device.instantiate(first, arrange(proven))
 
 
-def make_graph_for_any_size(work: Work, seen: Seen) -> tuple[Arrangement, list[Any], Sized]:
+def make_graph_for_any_size(request: CaptureRequest, seen: Seen) -> tuple[Arrangement, list[Any], Sized]:
     """Capture a region with the sizes of this call and with those of one that it has seen, and return the arrangement
     of a graph for all sizes, its launcher, and what a launch computes. Raises what `arrange_any_size` raises, or what
     the region itself raises. Note [Graphs for any size] of `sizes.any_size`"""
-    device = work.device
-    check(work.model)
-    with no_collection(), recordings(work) as record:
-        first = work.capture(record(1), shapes=Shapes())
-        second = work.capture(record(2), shapes=Shapes(), numbers=seen.numbers, views=seen.views)
+    device = request.device
+    check(request.model)
+    with no_collection(), recordings(request) as new_recording:
+        first = request.capture(new_recording(1), shapes=Shapes())
+        second = request.capture(new_recording(2), shapes=Shapes(), numbers=seen.numbers, views=seen.views)
         graphs = device.read(first), device.read(second)
-        prove = functools.partial(device.prove, namespace=work.namespace)
+        prove = functools.partial(device.prove, namespace=request.namespace)
         arrangement, sized = arrange_any_size(first, second, graphs, prove)
         second.recording.discard()
         return *device.instantiate(first, arrangement, varies=graphs[0]), sized
 
 
-def _known(work: Work, graph: CapturedGraph) -> Known:
+def _known(request: CaptureRequest, graph: CapturedGraph) -> Known:
     """Return the pointer slots of the nodes that need no second capture, and the nodes that need one."""
-    if not work.is_shared:
+    if not request.is_shared:
         return [], range(len(graph.nodes))
-    slots, unknown = work.sizes.functions.slots_of(graph)
+    slots, unknown = request.sizes.functions.slots_of(graph)
     if unknown:
         why = "; ".join(dict.fromkeys(unknown.values()))
         log.info("something is captured again for %d of %d nodes: %s", len(unknown), len(graph.nodes), why)
@@ -191,16 +191,16 @@ def _known(work: Work, graph: CapturedGraph) -> Known:
 
 
 def _prove_alone(
-    work: Work, first: Captured, graph: CapturedGraph, known: Known, record: Callable[[int], Any]
+    request: CaptureRequest, first: Captured, graph: CapturedGraph, known: Known, new_recording: Callable[[int], Any]
 ) -> Template | None:
     """Return the template of the capture, of which this is the graph, if no second one of the whole region is needed:
     for each unknown function, one call of a library that launches it is captured again, alone."""
     slots, unknown = known
-    functions = work.sizes.functions
+    functions = request.sizes.functions
     if unknown and first.calls:
-        recording = record(2)
+        recording = new_recording(2)
         try:
-            functions.learn(_prove_calls(work, first, graph, one_of_each(graph, unknown), recording))
+            functions.learn(_prove_calls(request, first, graph, one_of_each(graph, unknown), recording))
         except Exception as why:  # whatever a library does when it is called alone, the region may be fine
             log.info("the whole region is captured again: %s", why)
             return None
@@ -214,14 +214,16 @@ def _prove_alone(
     return Template(regions, graph.nodes, tuple(slots), slots_of(first.launches.uses, first.numbers, graph))
 
 
-def _prove_calls(work: Work, first: Captured, graph: CapturedGraph, wanted: set[int], recording: Any) -> Template:
+def _prove_calls(
+    request: CaptureRequest, first: Captured, graph: CapturedGraph, wanted: set[int], recording: Any
+) -> Template:
     """Make the calls of libraries again that launched the wanted nodes, and return a template of these calls' nodes."""
     order = order_of(graph)
     calls = calls_of(first.calls, {place for place, index in enumerate(order) if index in wanted})
-    other = work.device.read(capture_again(calls, first.segments, recording))
+    other = request.device.read(capture_again(calls, first.segments, recording))
     nodes = [graph.nodes[order[place]] for call in calls for place in call.nodes]
     others = [other.nodes[index] for index in order_of(other)]
-    return work.device.prove((_alone(graph, nodes), _alone(other, others)), work.namespace)
+    return request.device.prove((_alone(graph, nodes), _alone(other, others)), request.namespace)
 
 
 def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:
@@ -231,32 +233,34 @@ def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:
 
 
 @contextlib.contextmanager
-def recordings(work: Work) -> Iterator[Callable[[int], Any]]:
+def recordings(request: CaptureRequest) -> Iterator[Callable[[int], Any]]:
     """Yield a function that makes recordings, by the width of their gaps; close all of them at the end."""
-    inputs = sum(v.nbytes for v in work.inputs if is_region(v) and v.layout is torch.strided)
+    inputs = sum(v.nbytes for v in request.inputs if is_region(v) and v.layout is torch.strided)
 
     with contextlib.ExitStack() as made:
 
-        def record(gap: int) -> Any:
-            return made.enter_context(contextlib.closing(work.device.record(gap, inputs)))
+        def new_recording(gap: int) -> Any:
+            return made.enter_context(contextlib.closing(request.device.new_recording(gap, inputs)))
 
-        yield record
+        yield new_recording
 
 
-def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph, known: Known) -> Template:
+def _prove(
+    request: CaptureRequest, captures: tuple[Captured, Captured], graph: CapturedGraph, known: Known
+) -> Template:
     """Prove the first capture, of which this is the graph, against the second, and return its template."""
     first, second = captures
     if first.layout != second.layout or first.places != second.places:
         raise Unprovable("layout", "two captures of the region differ in their outputs or in their scratch memory")
-    other = work.device.read(second)
+    other = request.device.read(second)
     numbers = slots_of(first.launches.uses, first.numbers, graph)
     if numbers != slots_of(second.launches.uses, second.numbers, other):
-        raise NumberEscaped(frozenset(work.numbers), "two captures compute other parameters from it")
+        raise NumberEscaped(frozenset(request.numbers), "two captures compute other parameters from it")
     if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
         other = with_numbers_of(other, graph, numbers)
     slots, unknown = known
     rest = {node.index for node in graph.nodes if node.index not in unknown}
-    template = work.device.prove((without(graph, rest), without(other, rest)), work.namespace)
+    template = request.device.prove((without(graph, rest), without(other, rest)), request.namespace)
     nodes = tuple(graph.nodes[node.index] if node.index in rest else node for node in template.nodes)
     return dataclasses.replace(template, nodes=nodes, slots=(*slots, *template.slots), numbers=numbers)
 

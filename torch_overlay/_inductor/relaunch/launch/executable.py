@@ -483,7 +483,7 @@ class Launcher:
         )
         live_launchers.add(self)
 
-    def like(self, template: Template) -> Launcher:
+    def with_template(self, template: Template) -> Launcher:
         """Return a launcher of the same executable with another template, whose nodes are those of this one's with
         other parameters."""
         nodes = tuple([dataclasses.replace(node, handle=self.handles[node.index]) for node in template.nodes])

@@ -18,7 +18,7 @@ Note [A relaunch]
 Does a relaunch in one call into C: `bind(relaunch)` returns the C module's `Call`, or None.
 
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
-    call.attempt(inputs)                  the outputs, or None where the graph can't be launched: on another device, in
+    call.try_launch(inputs)               the outputs, or None where the graph can't be launched: on another device, in
                                           a capture by the caller, with a misaligned input, or with no list
     call.aligned(inputs, positions, masks)  as in `launch.executable`
     call.launches, call.patched           number of launches, and of nodes set in all of them
@@ -173,7 +173,7 @@ def _recipe(
 MOVES = 2  # an input that moved so often is not static
 NOWHERE = 1  # the address of no tensor
 
-live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
+live_relaunches: weakref.WeakSet[Relaunch] = weakref.WeakSet()
 
 
 class _Thread(threading.local):
@@ -190,14 +190,14 @@ def launching() -> bool:
 
 class Relaunch:
     """A captured region that can be launched. `launch(inputs, originals)` is bound to the layout; `originals` are the
-    caller's tensors where inputs are copies. `attempt(inputs)`, if there is one, returns None if the graph can't be
+    caller's tensors where inputs are copies. `try_launch(inputs)`, if there is one, returns None if the graph can't be
     launched.
 
     Neither function refers to its `Relaunch`, so that the executable is freed with the last reference to that.
     """
 
     launch: Callable[..., tuple[Any, ...]]
-    attempt: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
+    try_launch: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
 
     def __init__(
         self,
@@ -225,8 +225,8 @@ class Relaunch:
         if self.call is None:
             self.bind()
         else:
-            self.launch, self.attempt = self.call.launch, self.call.attempt
-        live.add(self)
+            self.launch, self.try_launch = self.call.launch, self.call.try_launch
+        live_relaunches.add(self)
 
     @property
     def template(self) -> Template:
@@ -254,7 +254,7 @@ class Relaunch:
     def show(self, wrap: Callable[[Any], Any]) -> None:
         """Have profilers show each launch: `wrap` puts what they show around a function."""
         self.wrap, self.launch = wrap, wrap(self.launch)
-        self.attempt = wrap(self.attempt) if self.attempt is not None else None
+        self.try_launch = wrap(self.try_launch) if self.try_launch is not None else None
 
     def note_moves(self, static: Sequence[int], addresses: list[int], now: Sequence[int]) -> None:
         if addresses is not self.addresses:  # called by an earlier closure

@@ -38,7 +38,7 @@ def launchable(
 
 
 class Split:
-    attempt = None
+    try_launch = None
     sized = None
 
     def __init__(

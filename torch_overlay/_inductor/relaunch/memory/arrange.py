@@ -80,8 +80,8 @@ def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
     sums = _Sums([*slabs, *(h for h in held if not h.slab)])
     need = {(a, b): sums.between(a, b) - shared for (a, b), shared in _shared(slabs, grid).items()}
-    goal, starts = _fewest(need, grid, most, slack)
-    if len(starts) < 2:
+    goal, stage_cuts = _fewest(need, grid, most, slack)
+    if len(stage_cuts) < 2:
         return [0]
     at_a_moment = _most_at_a_moment(held, grid)
     extra = {pair: cost - at_a_moment[pair] for pair, cost in need.items() if cost <= goal}
@@ -96,16 +96,16 @@ def _fewest(costs: Mapping[tuple[int, int], int], grid: Sequence[int], most: int
         reached: dict[int, tuple[int, tuple[int, ...]]] = {}
         for (begin, end), cost in costs.items():
             if begin in ways[-1]:
-                before, starts = ways[-1][begin]
+                before, stage_cuts = ways[-1][begin]
                 worst = max(before, cost)
                 if end not in reached or worst < reached[end][0]:
-                    reached[end] = worst, (*starts, begin)
+                    reached[end] = worst, (*stage_cuts, begin)
         ways.append(reached)
     whole = [reached[grid[-1]] for reached in ways if grid[-1] in reached and grid[-1]]
     if not whole:
         return 0, [0]
     goal = min(cost for cost, _ in whole) + slack
-    return goal, list(next(starts for cost, starts in whole if cost <= goal))
+    return goal, list(next(stage_cuts for cost, stage_cuts in whole if cost <= goal))
 
 
 def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -192,9 +192,9 @@ def _need_of_stage(held: Sequence[Held], begin: int, end: int) -> int:
     return total + most
 
 
-def need_of(held: Sequence[Held], starts: Sequence[int], length: int) -> int:
+def need_of(held: Sequence[Held], stage_cuts: Sequence[int], length: int) -> int:
     """Return the bytes that the part that needs most needs at once."""
-    return max(_need_of_stage(held, a, b) for a, b in zip(starts, [*starts[1:], length], strict=True))
+    return max(_need_of_stage(held, a, b) for a, b in zip(stage_cuts, [*stage_cuts[1:], length], strict=True))
 
 
 MOST_STAGES = 8
@@ -219,7 +219,7 @@ class Arrangement:
     layout: Layout
     template: Template
     stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
-    starts: tuple[int, ...] = ()  # of the stages, in the order of the nodes
+    stage_cuts: tuple[int, ...] = ()  # where stages begin, in the order of the nodes
     slots: int = 0
     results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
     whole: Arrangement | None = None  # of the same graph without stages
@@ -266,16 +266,16 @@ class Proven:
         return by_node
 
 
-def arrange(proven: Proven, starts: Sequence[int] = ()) -> Arrangement:
-    """Return the arrangement of a proven capture. `starts`: where to cut it, if that is given."""
+def arrange(proven: Proven, stage_cuts: Sequence[int] = ()) -> Arrangement:
+    """Return the arrangement of a proven capture. `stage_cuts`: where to cut it, if that is given."""
     pieces = proven.pieces
     if sum(proven.lives[p].size for p in pieces) <= SMALL and not proven.stages:
         return _whole(proven, *_one_by_one(proven))
     pointer_slots = [(s.node, s.region) for s in proven.template.slots if s.region != FIXED]
     order = Order(len(proven.template.nodes), proven.edges, proven.lives, pointer_slots)
     spans = [order.span(r) for r in range(len(proven.lives))]
-    if starts and proven.stages:  # there are executables of the stages, so nothing is packed
-        return _Cut(proven, _whole(proven, *_one_by_one(proven)), order, spans, starts).arrangement()
+    if stage_cuts and proven.stages:  # there are executables of the stages, so nothing is packed
+        return _Cut(proven, _whole(proven, *_one_by_one(proven)), order, spans, stage_cuts).arrangement()
     whole = _whole(proven, *order.pack(pieces))
     if not proven.stages:
         return whole
@@ -283,11 +283,11 @@ def arrange(proven: Proven, starts: Sequence[int] = ()) -> Arrangement:
     length = len(order.order)
     at_once = need_of(held, [0], length)
     slack = max(STEP, at_once // PART)
-    if not (starts := cuts(held, length, MOST_STAGES, slack))[1:]:
+    if not (stage_cuts := cuts(held, length, MOST_STAGES, slack))[1:]:
         return whole
-    if at_once - need_of(held, starts, length) < GAIN:
+    if at_once - need_of(held, stage_cuts, length) < GAIN:
         return whole
-    return _Cut(proven, whole, order, spans, starts).arrangement()
+    return _Cut(proven, whole, order, spans, stage_cuts).arrangement()
 
 
 def _one_by_one(proven: Proven) -> tuple[dict[int, tuple[int, int]], list[int]]:
@@ -350,7 +350,7 @@ def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order)
 
 
 class _Cut:
-    """A graph that is cut into stages at the positions `starts` of the order."""
+    """A graph that is cut into stages at the positions `stage_cuts` of the order."""
 
     def __init__(
         self,
@@ -358,10 +358,10 @@ class _Cut:
         whole: Arrangement,
         order: Order,
         spans: Sequence[tuple[int, int] | None],
-        starts: Sequence[int],
+        stage_cuts: Sequence[int],
     ) -> None:
-        self.proven, self.whole, self.order, self.starts = proven, whole, order, starts
-        self.ends = [*starts[1:], len(order.order)]
+        self.proven, self.whole, self.order, self.stage_cuts = proven, whole, order, stage_cuts
+        self.ends = [*stage_cuts[1:], len(order.order)]
         self.spans = [None if span is None else (self._stage(span[0]), self._stage(span[1])) for span in spans]
         layout = proven.layout
         self.inputs = len(layout.inputs)
@@ -428,13 +428,13 @@ class _Cut:
         return next(i for i, end in enumerate(self.ends) if position < end)
 
     def arrangement(self) -> Arrangement:
-        stages = tuple(self._make(number) for number in range(len(self.starts)))
+        stages = tuple(self._make(number) for number in range(len(self.stage_cuts)))
         results = tuple(self.results.items())
         return dataclasses.replace(
             self.whole,
             layout=self.proven.layout,
             stages=stages,
-            starts=tuple(self.starts),
+            stage_cuts=tuple(self.stage_cuts),
             slots=self.slots,
             results=results,
             whole=self.whole,
@@ -442,10 +442,10 @@ class _Cut:
 
     def _make(self, number: int) -> Stage:
         proven, spans = self.proven, self.spans
-        begin, end = self.starts[number], self.ends[number]
+        begin, end = self.stage_cuts[number], self.ends[number]
         indices = tuple(sorted(self.order.order[begin:end]))
         touched = {r for r, holders in enumerate(self.order.holders) if (holders >> begin) & ((1 << (end - begin)) - 1)}
-        last = number == len(self.starts) - 1
+        last = number == len(self.stage_cuts) - 1
         # A storage that no node touches is made by the last stage.
         first = [number if span is None and last else (span or (-1,))[0] for span in spans]
         own = [r for r in (*self.storage, *self.slab) if first[r] == number]

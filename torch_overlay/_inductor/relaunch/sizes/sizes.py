@@ -99,7 +99,7 @@ class Sizes:
         self.fitted = 0  # so many graphs in a row used executables that there were
         self.differed = 0
         self.goes_by_node = False  # the latest graph that fitted no executable does without one
-        self.starts: dict[int, tuple[int, ...]] = {}  # where graphs without one are cut, by the number of nodes
+        self.stage_cuts: dict[int, tuple[int, ...]] = {}  # where graphs without one are cut, by the number of nodes
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
@@ -127,7 +127,7 @@ class Sizes:
         for executable in self.executables:
             if executable.shape != shape:
                 continue
-            arrangement = arrange(proven, executable.arrangement.starts)
+            arrangement = arrange(proven, executable.arrangement.stage_cuts)
             if executable.is_uncut:
                 arrangement = arrangement.whole or arrangement
             if executable.fits(arrangement):
@@ -135,13 +135,13 @@ class Sizes:
                 self.executables.insert(0, executable)
                 self.fitted += 1
                 templates = _templates(arrangement)
-                return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
+                return arrangement, [a.with_template(t) for a, t in zip(executable.launchers, templates, strict=True)]
         order = device.order_of(captured, graph)
         self.goes_by_node = order is not None and len(self.executables) >= min(MOST, self.bound)
         if self.goes_by_node:
             count = len(graph.nodes)
-            arrangement = arrange(proven, self.starts.get(count, ()))
-            self.starts[count] = arrangement.starts
+            arrangement = arrange(proven, self.stage_cuts.get(count, ()))
+            self.stage_cuts[count] = arrangement.stage_cuts
             return arrangement, [device.by_node(template, order) for template in _templates(arrangement)]
         if captured.repeats:
             raise NoExecutable("no executable has these nodes")

@@ -12,7 +12,7 @@ from torch_overlay._dynamo.range_ops import range_mark, range_pop, range_push
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.plan import Plan
-from torch_overlay._inductor.streams.switching import RANGE_CALLS, show_blocks
+from torch_overlay._inductor.streams.switching import add_stream_ranges, RANGE_CALLS
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
 
 
@@ -46,7 +46,7 @@ class TestShownBlocks(TestCase):
         """The lines of a region: statements, `launch`, and `push NAME` and `pop`."""
         begin, end = BeginRegion(self.emitter), EndRegion(self.emitter)
         found = []
-        for line in show_blocks(["first()", begin, *lines, end, "last()"]):
+        for line in add_stream_ranges(["first()", begin, *lines, end, "last()"]):
             if isinstance(line, StreamLine):
                 line = line.text.replace("profiler_ranges.", "")
                 line = line.replace("push('", "push ").replace("')", "").replace("()", "")
@@ -120,7 +120,7 @@ class TestShownBlocks(TestCase):
         self.assertEqual(found, wanted)
 
     def test_names_of_the_runtime(self):
-        lines = show_blocks([BeginRegion(self.emitter), self.on(1, "it's"), Launch(), EndRegion(None)])
+        lines = add_stream_ranges([BeginRegion(self.emitter), self.on(1, "it's"), Launch(), EndRegion(None)])
         texts = [line.text for line in lines if isinstance(line, StreamLine)]
         with torch.profiler.profile() as profile:
             for text in texts:

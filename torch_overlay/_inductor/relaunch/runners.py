@@ -23,14 +23,14 @@ class Runner(Protocol):
     def forget(self) -> None: ...
 
 
-runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+known: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 @on_reset
 def forget_all() -> None:
     """Drop the graphs of all runners. Compiled code may still be referenced, by a backward yet to run, or by Dynamo
     after a graph break: its runners make new ones."""
-    for runner in list(runners):
+    for runner in list(known):
         runner.forget()
 
 
@@ -42,8 +42,8 @@ def count_capture(nodes: int) -> None:
 def counts() -> dict[str, int]:
     """Return how many runners with states, templates, executables and address ranges live."""
     return {
-        "runners": sum(bool(runner.states) for runner in list(runners)),
-        "templates": len(relaunch.live),
+        "runners": sum(bool(runner.states) for runner in list(known)),
+        "templates": len(relaunch.live_relaunches),
         "execs": len({id(each.graph) for each in executable.live_launchers}),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
     }
@@ -51,7 +51,7 @@ def counts() -> dict[str, int]:
 
 def stats() -> dict[str, int]:
     """Return totals over the live graphs."""
-    alive = list(relaunch.live)
+    alive = list(relaunch.live_relaunches)
     return {
         "nodes": sum(r.launcher.nodes for r in alive),
         "nodes_patched": sum(r.totals[1] for r in alive),
@@ -62,5 +62,5 @@ def stats() -> dict[str, int]:
 def bare_replays() -> list[Callable[[], None]]:
     """Return functions that launch the live graphs without patching any pointer, for benchmarks. Graphs without an
     executable have none."""
-    launchers = [r.launcher for r in list(relaunch.live) if r.totals[0]]
+    launchers = [r.launcher for r in list(relaunch.live_relaunches) if r.totals[0]]
     return [each.replay for each in launchers if not isinstance(each, executable.ByNode)]

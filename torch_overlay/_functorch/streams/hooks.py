@@ -8,8 +8,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
-from torch_overlay._dynamo import registry
+from torch_overlay import config, frame_facts
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies
 from torch_overlay._functorch.offload.hooks import offload_saved
 from torch_overlay._functorch.streams import autograd_nodes
@@ -32,8 +31,8 @@ def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
     """Run `place_streams` in place of threading values through control_deps."""
     if not handles_streams():
         return original(gm)
-    registry.remember()
-    return place_streams(gm)
+    frame_facts.remember()
+    return place_streams(gm, frame_facts.current())
 
 
 def skip_pass(original: Callable[..., Any], gm: GraphModule) -> None:

@@ -1,0 +1,384 @@
+"""Hooks on Dynamo, and on the code of AOTAutograd that runs a compiled graph, in the order in which a frame meets them.
+
+- A frame is compiled: Dynamo's graph is of a subclass whose methods are ours, and the backend is handed the frame's
+  facts.
+- Dynamo traces functions, classes, streams and numbers: each hook asks a module of this folder first.
+- The emitted bytecode passes the graph its streams and events, around the call, as a table in place of the process-wide
+  one (`objects`); the numbering of `torch._dynamo.graph_bytecode_inputs` asks the registry.
+- AOTAutograd keeps the table of a forward for its backward.
+- Upstream's checks and helpers that the planner makes unnecessary are skipped. Upstream raises an error for an event
+  recorded after a mutation of an input, because the write-back of the mutation comes after the graph; and for `del x`
+  of a tensor that two streams used, it records an event and waits for the event at once. The planner orders write-backs
+  and frees by the same rule as all other operations.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._dynamo import graph_bytecode_inputs as numbering
+from torch._dynamo.bytecode_transformation import create_dup_top
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.exc import UserError
+from torch._dynamo.resume_execution import _bytecode_from_template_with_split
+from torch._dynamo.source import GlobalWeakRefSource
+
+from torch_overlay import frame_facts
+from torch_overlay._dynamo import construct, functions, graph_breaks, objects, ranges, registry
+from torch_overlay._dynamo.manual_contexts import bind, unbound_method
+from torch_overlay._dynamo.methods import stream_compare
+from torch_overlay._dynamo.run_time_values import branch_error
+from torch_overlay._dynamo.state import handled
+from torch_overlay._stream_handling import handles_streams
+from torch_overlay.hooks import override
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.source import CurrentStreamSource, Source
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.streams import EventVariable, StreamVariable
+
+
+# -- a frame
+
+_COMPILER = 5  # the compiler's position among the arguments of `_compile`
+_WRAPPERS = "cpp_wrapper", "fx_wrapper"
+
+
+def compile_frame(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compile a frame, with the wrapper that the options of torch.compile ask for: `handles_streams` looks there."""
+    options = getattr(innermost_backend(args[_COMPILER]), "config", None)
+    wrapper = {name: options[name] for name in _WRAPPERS if name in options} if isinstance(options, dict) else {}
+    with registry.inner_frame(), inductor_config.patch(wrapper):
+        return original(*args, **kwargs)
+
+
+def call_user_compiler(original: Callable[..., Any], output: OutputGraph, *args: Any) -> Any:
+    """Hand the frame's facts to the layers that compile its graph."""
+    with frame_facts.compiling(registry.facts()):
+        return original(output, *args)
+
+
+def output_graph_init(original: Callable[..., None], output: OutputGraph, *args: Any, **kwargs: Any) -> None:
+    override(
+        output,
+        _get_stack_values_to_restore=graph_breaks.stack_values_to_restore,
+        compile_subgraph=graph_breaks.compile_subgraph,
+        cleanup_graph=ranges.cleanup_graph,
+        check_input_mutation_on_current_stream=check_input_mutation_on_current_stream,
+        call_user_compiler=call_user_compiler,
+    )
+    original(output, *args, **kwargs)
+
+
+# -- variables
+
+# Note [Cells that hold streams]
+# The methods of an object that a frame makes have no source: Dynamo takes the contents of their cells and defaults for
+# constants, and can't make a constant of a stream. With a source, a weak reference in the globals of the compiled code,
+# it looks up and guards their cells as those of a function of the caller.
+_STREAM_TYPES = (torch.Stream, torch.Event, torch.cuda.StreamContext)
+_MOST_OBJECTS = 1000  # searched per function
+
+
+def _inside(value: object) -> Iterable[object]:
+    """Return the objects that a value holds, as far as they are searched for streams."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, types.FunctionType):
+        return _held(value)
+    if isinstance(value, (type, types.ModuleType, torch.Tensor)):
+        return ()
+    attributes = getattr(value, "__dict__", None)
+    return attributes.values() if isinstance(attributes, dict) else ()
+
+
+def _held(function: types.FunctionType) -> list[object]:
+    held: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # the cell has not been assigned
+            continue
+    return held
+
+
+def holds_streams(function: types.FunctionType) -> bool:
+    """True if a cell or a default of the function holds a stream or event, or an object that holds one."""
+    todo, seen = _held(function), set()
+    while todo and len(seen) < _MOST_OBJECTS:
+        value = todo.pop()
+        if isinstance(value, _STREAM_TYPES):
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            todo.extend(_inside(value))
+    return False
+
+
+def weak_source(tx: InstructionTranslatorBase, function: types.FunctionType) -> Source:
+    """Return a source of a function that has none: a weak reference in the globals of the compiled code."""
+    tx.output.bypass_package("the compiled code has a reference to a function that the frame reaches on its own")
+    return GlobalWeakRefSource(tx.store_global_weakref_by_id("__stream_function", function))
+
+
+def bind_args(
+    original: Callable[..., dict[str, VariableTracker]],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> dict[str, VariableTracker]:
+    """Wrap the binding of arguments and cells of an inlined function: one that holds streams gets a source."""
+    function = variable.fn
+    if (
+        isinstance(function, types.FunctionType)
+        and variable.get_source() is None
+        and handled(tx)
+        and holds_streams(function)
+    ):
+        variable.source = weak_source(tx, function)
+    return original(variable, tx, args, kwargs)
+
+
+def call_class(
+    original: Callable[..., VariableTracker],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: Sequence[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Wrap the call of a class: streams, events and contexts, and what binds and makes contexts."""
+    cls = variable.value
+    found = construct.make(tx, cls, args, kwargs) or bind(tx, cls, args) or ranges.decorated(tx, cls, args)
+    return found or original(variable, tx, args, kwargs)
+
+
+def resolve_cls_descriptor(
+    original: Callable[..., VariableTracker],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    name: str,
+    descriptor: object,
+    source: Any,
+) -> VariableTracker:
+    """Wrap the look-up of a class attribute that is a descriptor: `__enter__` and `__exit__` of contexts."""
+    found = unbound_method(tx, variable.value, name, descriptor)
+    return found or original(variable, tx, name, descriptor, source)
+
+
+def stream_init(original: Callable[..., None], stream: StreamVariable, *args: Any, **kwargs: Any) -> None:
+    override(stream, tp_richcompare_impl=compare, reconstruct=reconstruct)
+    original(stream, *args, **kwargs)
+
+
+def compare(
+    original: Callable[..., VariableTracker],
+    stream: StreamVariable,
+    tx: InstructionTranslatorBase,
+    other: VariableTracker,
+    op: str,
+) -> VariableTracker:
+    found = stream_compare(stream, tx, other, op) if handled(tx) else None
+    return found or original(stream, tx, other, op)
+
+
+def reconstruct(original: Callable[..., None], variable: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
+    """Push the same object, made by the frame, that the graph used."""
+    if not handled(codegen.tx) or variable.user_object_index is None:
+        return original(variable, codegen)
+    name = registry.local_of(codegen.tx.output, variable.user_object_index)
+    codegen.append_output(codegen.create_load(name))
+    return None
+
+
+_merged: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+
+
+def get_handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """Wrap the cached function that builds Dynamo's table of special functions: add ours to the table."""
+    global _merged
+    table = original()
+    if _merged is None or _merged[0] is not table:
+        ours = {**functions.handlers(), **ranges.HANDLERS}
+        _merged = (table, {**table, **{fn: functions.choose(ours[fn], table.get(fn)) for fn in ours}})
+    return _merged[1]
+
+
+def evaluate_expr(original: Callable[..., Any], number: Any, output: OutputGraph | None = None) -> Any:
+    """Wrap the conversion of a symbolic number to a constant: for one of ours, the error says where it comes from."""
+    try:
+        return original(number, output)
+    except UserError as error:
+        if (text := branch_error(number, output)) is None:
+            raise
+        raise UserError(error.error_type, text) from error
+
+
+# -- the call of a graph
+
+# One call passes the objects, and one after the graph restores the previous table, also if the graph raises. Streams
+# that the frame made current with `set_stream` become current right after the graph's call, before anything else runs.
+
+
+def _leave_in_any_case(leave: Any, dummy: Any) -> None:
+    """Template of the bytecode around the call; the call replaces `dummy`."""
+    try:
+        dummy  # noqa: B018
+    finally:
+        leave()
+
+
+def call_with_objects(codegen: PyCodegen, emit_call: Callable[[], None]) -> None:
+    """Emit the call of a graph by `emit_call`, with what passes the graph its streams and events around it."""
+    constructors = list(numbering.index_to_bytecode_constructor)
+    if not constructors:
+        emit_call()
+        return
+    output = codegen.tx.output
+    frame = registry.current()
+    for index in frame.set_streams.values():
+        registry.local_of(output, index)
+
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "enter"))
+    for index, constructor in enumerate(constructors):
+        constructor(codegen)
+        if index in frame.locals:
+            codegen.append_output(create_dup_top())
+            codegen.store(frame.locals[index])
+    codegen.call_function(len(constructors), False)
+    leave = output.new_var("leave_stream_objects")
+    codegen.store(leave)
+    # Nothing is on the stack when Dynamo calls a graph, so an exception unwinds to depth 0.
+    before, after = _bytecode_from_template_with_split(_leave_in_any_case, 0, {"leave": leave})
+    codegen.extend_output(before)
+    emit_call()
+    codegen.extend_output(after)
+    for index in frame.set_streams.values():
+        codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
+        codegen.append_output(codegen.create_load(frame.locals[index]))
+        codegen.call_function(1, False)
+        codegen.pop_top()
+
+
+def push_callers_stream(codegen: PyCodegen, device: torch.device) -> None:
+    """Emit what pushes the current stream of a CUDA device, as a torch.cuda.Stream."""
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))
+    index = -1 if device.index is None else device.index
+    codegen.append_output(codegen.create_load_const(index))
+    codegen.call_function(1, False)
+
+
+def get_external_object_by_index(original: Callable[[int], object], index: int) -> object:
+    if objects.current() is not None:
+        return objects.get(index)
+    return original(index)  # while tracing
+
+
+def set_external_object_by_index(original: Callable[[int, object], None], index: int, value: object) -> None:
+    objects.put(index, value)
+
+
+def store_user_object_weakrefs(original: Callable[..., None], *table: object) -> None:
+    objects.install(table)
+
+
+def stash_graph_created_object(original: Callable[[object], object], value: object) -> object:
+    return value  # the table holds it
+
+
+def reset_user_object_tracking(original: Callable[[], None]) -> None:
+    registry.reset()
+    original()
+
+
+def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
+    return registry.add_callers_object(original, value, source) if handles_streams() else original(value, source)
+
+
+def has_user_objects(original: Callable[[], bool]) -> bool:
+    return False  # so that upstream's prologue isn't emitted beside ours
+
+
+def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
+    call_with_objects(codegen, lambda: original(codegen, fn_name))
+
+
+def reconstruct_current_stream(
+    original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
+) -> None:
+    if source.device.type == "cuda" and torch.cuda.is_available():
+        push_callers_stream(codegen, source.device)
+    else:
+        original(source, codegen)
+
+
+# -- a backward
+
+
+class _Thread(threading.local):
+    table: objects.Snapshot | None = None  # of the backward that is about to run
+
+
+_thread = _Thread()
+
+
+class _Announced(objects.Snapshot):
+    """Table with the interface of the dict that AOTAutograd expects."""
+
+    __slots__ = ()
+
+    def items(self) -> Iterator[tuple[int, object]]:
+        """Note the table for the backward: AOTAutograd calls this just before the compiled code."""
+        _thread.table = self
+        return iter(())
+
+
+def snapshot_external_objects(original: Callable[[Any], None], ctx: Any) -> None:
+    table = objects.current()
+    ctx._external_objects = {} if table is None else _Announced(table)
+
+
+def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return the compiled backward, which runs with the table of its forward."""
+    compiled = original(compiler, **kwargs)
+    if hasattr(compiled, "runs_with_table_of_forward"):
+        return compiled
+
+    def run(*args: Any) -> Any:
+        table, _thread.table = _thread.table, None
+        return compiled(*args) if table is None else table.run(compiled, args)
+
+    run.runs_with_table_of_forward = True  # type: ignore[attr-defined]
+    if hasattr(compiled, "_boxed_call"):
+        run._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
+    compiler.compiled_bw = run
+    return run
+
+
+# -- skipped
+
+
+def check_input_mutation_on_current_stream(
+    original: Callable[..., None], output: OutputGraph, tx: InstructionTranslatorBase
+) -> None:
+    if not handled(tx):
+        original(output, tx)
+
+
+def maybe_emit_sync_dealloc(original: Callable[..., None], tx: InstructionTranslatorBase, variable: Any) -> None:
+    if not handled(tx):
+        original(tx, variable)
