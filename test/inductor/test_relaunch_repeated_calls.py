@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native
+from stand_ins.relaunch_case import Native, region
 from torch_overlay._inductor.relaunch.capture import capture, library_calls, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs
 from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats
@@ -524,7 +524,7 @@ class TestDrawn(RepeatedCallsTestCase):
             while len(alive) > 1 and draw.random() < 0.4:
                 lines.append(f"del {alive.pop(draw.randrange(len(alive)))}")
         lines.append(f"return ({''.join(f'{name}, ' for name in alive)})")
-        return "def region(args):\n    x, w, v, n = args\n    args.clear()\n    " + "\n    ".join(lines)
+        return region("x, w, v, n", *lines)
 
     def check(self, seeds, is_backward, libraries, **functions):
         """Return how many of the regions have had calls left out."""
