@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import form  # noqa: F401
 from stand_ins.relaunch_device import fake_device, native_module
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import causes, live, runner as first_runs
+from torch_overlay._inductor.relaunch import causes, live, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
@@ -81,7 +81,7 @@ class RelaunchTestCase(TestCase):
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""
         limits = ((arrange, "GAIN", least), (arrange, "STEP", least), (arrange, "SMALL", 0))
-        for module, name, value in (*limits, (first_runs, "LARGE", 1), (chunks, "LITTLE", 0)):
+        for module, name, value in (*limits, (runner, "LARGE", 1), (chunks, "LITTLE", 0)):
             self.enterContext(mock.patch.object(module, name, value))
 
     def call_with_clusters(self, call, sizes):
