@@ -18,7 +18,7 @@ MADE = {"e": "torch.cuda.Event()", "buffer": "k.parameter(32, 32)", "s": "k.stre
 
 
 def as_written(forward: Callable[..., object], train: str, loads: str) -> str:
-    """The build function of a program, as `writer` writes it."""
+    """The build function of a program, as `writer` writes it: `current` is the stream at its beginning."""
     source = inspect.getsource(forward)
     head, body = re.split(r"\):\n", source[re.search(r"^def ", source, re.MULTILINE).start() :], maxsplit=1)
     parameters = inspect.signature(forward).parameters.values()
@@ -29,6 +29,8 @@ def as_written(forward: Callable[..., object], train: str, loads: str) -> str:
     made = "".join(f"    {name} = {makers[name.rstrip('0123456789')]}\n" for name in names)
     inputs = ", ".join(p.name for p in parameters if p.name not in names)
     weights = f"{train}, [{', '.join(name for name in names if name[0] == 'w')}], " if train else ""
+    if re.search(r"\bcurrent\b", body) and "    current = " not in body:
+        body = f"    current = torch.cuda.current_stream()\n{body}"
     call = f"{'trains' if train else 'calls'}(k, fn, {weights}{'[buffer]' if 'buffer' in names else '[]'}"
     call += f", loads=({names[0]}, {loads}))" if loads else ")"
     return f"def build(k):\n{made}\n    def fn({inputs}):\n{textwrap.indent(body, '    ')}\n    return {call}\n"

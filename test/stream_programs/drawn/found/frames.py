@@ -1,12 +1,11 @@
 """Programs without a backward that a graph break cuts into frames."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import F, scaled_into, torch
+from stream_programs.drawn.kit import current, F, scaled_into, torch
 
 
 @found
 def columns_that_an_update_left_alone_awaited_by_an_event_of_an_earlier_frame(s1, s2, sleep, /, state, n):
-    current = torch.cuda.current_stream()
     v1 = state + 1 if n > 3 else state * 2
     v2 = sleep(state) * 3
     with torch.cuda.stream(s1):
@@ -26,7 +25,6 @@ def columns_that_an_update_left_alone_awaited_by_an_event_of_an_earlier_frame(s1
 
 @found
 def concatenation_of_inputs_on_a_side_stream(s1, buffer, /, x, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         buffer.add_(state)
@@ -51,7 +49,6 @@ def copy_of_an_input_that_an_update_of_a_list_changes(s1, /, x):
 
 @found
 def foreach_on_a_side_stream(s1, /, x, y):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         y.mul_(2)
@@ -85,7 +82,6 @@ def frame_that_only_waits_and_computes_nothing_that_is_read(s1, /, state, ready)
 
 @found
 def memory_of_a_local_variable_behind_a_graph_break(s1, e1, buffer, /, x, y, state, ready, n):
-    current = torch.cuda.current_stream()
     v1 = y + state
     v2 = buffer.sum(0, keepdim=True)
     with torch.cuda.stream(s1):
@@ -105,7 +101,6 @@ def memory_of_a_local_variable_behind_a_graph_break(s1, e1, buffer, /, x, y, sta
 
 @found
 def memory_that_a_side_stream_fills_for_a_later_frame(s1, s2, buffer, /, x):
-    current = torch.cuda.current_stream()
     v1 = torch.empty(32, 32, device="cuda")
     with torch.cuda.stream(s2):
         s2.wait_stream(current)
@@ -123,7 +118,6 @@ def memory_that_a_side_stream_fills_for_a_later_frame(s1, s2, buffer, /, x):
 @found
 def part_of_a_concatenation_that_a_later_frame_reads_on_another_stream(s2, s4, e1, /, x, y):
     # unjoined
-    current = torch.cuda.current_stream()
     y.clamp_(-2, 2)
     with torch.cuda.stream(s4):
         s4.wait_stream(current)
@@ -141,7 +135,6 @@ def part_of_a_concatenation_that_a_later_frame_reads_on_another_stream(s2, s4, e
 
 @found
 def part_of_an_input_that_is_updated_while_others_read_the_rest(s1, s2, /, x):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = x * 2
@@ -156,7 +149,6 @@ def part_of_an_input_that_is_updated_while_others_read_the_rest(s1, s2, /, x):
 
 @found
 def update_on_another_stream_lives_on_behind_a_break(s1, s2, e1, /, x, y, state, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s2):
         s2.wait_event(ready)
         v1 = y.clamp(-1, 1) * x
@@ -179,7 +171,6 @@ def update_on_another_stream_lives_on_behind_a_break(s1, s2, e1, /, x, y, state,
 # View by a call (`view_as_real`) that another stream reads when its frame ends at a graph break: freed too early.
 @found
 def view_by_a_call_that_is_read_after_its_frame(s1, buffer, /, x, y):
-    current = torch.cuda.current_stream()
     v1 = torch.view_as_real(torch.complex(y, buffer))[..., 0]
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -193,7 +184,6 @@ def view_by_a_call_that_is_read_after_its_frame(s1, buffer, /, x, y):
 # A result is a view of what a concatenation is made of; a later frame updates the concatenation.
 @found
 def view_of_what_a_concatenation_is_made_of_is_a_result(s1, buffer, /, x):
-    current = torch.cuda.current_stream()
     v1 = torch.empty(32, 32, device="cuda")
     with torch.cuda.stream(s1):
         s1.wait_stream(current)

@@ -1,12 +1,11 @@
 """Programs without a backward that copy between host and device."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import add_to, F, scaled_into, torch
+from stream_programs.drawn.kit import add_to, current, F, scaled_into, torch
 
 
 @found
 def blocking_copy_ahead_of_a_partition_on_its_stream(s1, s3, w0, sleep, /, x, y, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = x * 3
@@ -22,7 +21,6 @@ def blocking_copy_ahead_of_a_partition_on_its_stream(s1, s3, w0, sleep, /, x, y,
 # Copies into a clone of what a user's kernel fills: the clone is dropped, and its memory was made anew, unfilled.
 @found
 def copies_into_a_clone_of_what_a_users_kernel_fills(s1, /, x, pinned):
-    current = torch.cuda.current_stream()
     v1 = torch.empty(32, 32, device="cuda")
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -35,7 +33,6 @@ def copies_into_a_clone_of_what_a_users_kernel_fills(s1, /, x, pinned):
 
 @found
 def copy_of_an_input_ahead_of_a_copy_that_blocks(s2, s3, buffer, /, y, state, pinned):
-    current = torch.cuda.current_stream()
     v1 = y * 2
     done1 = torch.cuda.Event()
     done1.record(s2)
@@ -50,7 +47,6 @@ def copy_of_an_input_ahead_of_a_copy_that_blocks(s2, s3, buffer, /, y, state, pi
 # Copy of an input that an asynchronous copy fills: it takes no computing, and the caller got the input instead.
 @found
 def copy_of_an_input_that_an_asynchronous_copy_fills(s1, /, x, pinned, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_event(ready)
         x.copy_(pinned, non_blocking=True)
@@ -63,7 +59,6 @@ def copy_of_an_input_that_an_asynchronous_copy_fills(s1, /, x, pinned, ready):
 
 @found
 def copy_that_another_stream_reads_instead_of_the_result(s2, s3, sleep, /, x, state, pinned, ready):
-    current = torch.cuda.current_stream()
     v3 = x * 2
     with torch.cuda.stream(s2):
         s2.wait_stream(current)
@@ -80,7 +75,6 @@ def copy_that_another_stream_reads_instead_of_the_result(s2, s3, sleep, /, x, st
 
 @found
 def copy_that_blocks_and_nobody_reads_at_the_end_behind_a_graph_break(s1, s2, /, x, y):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = x * 2
@@ -97,7 +91,6 @@ def copy_that_blocks_and_nobody_reads_at_the_end_behind_a_graph_break(s1, s2, /,
 
 @found
 def copy_that_blocks_the_host_behind_work_of_another_stream(s1, s2, buffer, /, state, pinned, n):
-    current = torch.cuda.current_stream()
     v1 = buffer + buffer if n > 0 else buffer + buffer
     with torch.cuda.stream(s2):
         s2.wait_stream(current)
@@ -112,7 +105,6 @@ def copy_that_blocks_the_host_behind_work_of_another_stream(s1, s2, buffer, /, s
 # Copy that blocks the host, outside of a graph, comes after a copy of another stream for which its stream waited.
 @found
 def copy_that_blocks_the_host_between_graphs_after_another_copy(s1, s3, buffer, /, pinned, out, ready):
-    current = torch.cuda.current_stream()
     s3.wait_event(ready)
     torch._dynamo.graph_break()
     out.copy_(buffer, non_blocking=True)
@@ -136,7 +128,6 @@ def copy_that_blocks_the_host_orders_a_stream_that_is_only_recorded(s4, buffer, 
 # Copy to the host of what a user's kernel fills: memory made from nothing was taken for a constant, so it blocked.
 @found
 def copy_to_the_host_of_what_a_users_kernel_fills(s1, s2, /, x, state):
-    current = torch.cuda.current_stream()
     v1 = torch.empty(32, 32, device="cuda")
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -165,7 +156,6 @@ def download_of_a_constant_at_the_end_behind_a_graph_break(s1, s3, /, x, y, read
 
 @found
 def download_of_a_constant_blocks(s1, s3, buffer, /, x, state, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s3):
         with torch.cuda.stream(s1):
             s1.wait_event(ready)
@@ -196,7 +186,6 @@ def download_of_a_constant_in_a_frame_without_streams(
 
 @found
 def download_of_a_copy_that_is_left_out_behind_an_upload(s1, buffer, /, y, state, pinned):
-    current = torch.cuda.current_stream()
     v1 = buffer + state
     v2 = v1 + buffer
     with torch.cuda.stream(s1):
@@ -210,7 +199,6 @@ def download_of_a_copy_that_is_left_out_behind_an_upload(s1, buffer, /, y, state
 
 @found
 def download_that_blocks_behind_an_operator_that_writes_a_buffer(s1, buffer, /, state):
-    current = torch.cuda.current_stream()
     add_to(buffer, state)
     buffer.clamp_(-2, 2)
     v1 = buffer.cpu()
@@ -223,7 +211,6 @@ def download_that_blocks_behind_an_operator_that_writes_a_buffer(s1, buffer, /, 
 
 @found
 def event_behind_a_copy_to_the_host_between_graphs(s1, e1, w0, buffer, /, x):
-    current = torch.cuda.current_stream()
     x[4:20].copy_(buffer[8:24])
     v1 = x.to("cpu", non_blocking=True)
     with torch.cuda.stream(s1):
@@ -237,7 +224,6 @@ def event_behind_a_copy_to_the_host_between_graphs(s1, e1, w0, buffer, /, x):
 # Host computes, after a copy that blocks it, with what an earlier frame downloads.
 @found
 def host_computes_after_a_copy_that_blocks_with_what_an_earlier_frame_downloads(s1, buffer, /, x, y):
-    current = torch.cuda.current_stream()
     v1 = torch.zeros(32, 32, pin_memory=True)
     v1[4:20].copy_(buffer[8:24], non_blocking=True)
     with torch.cuda.stream(s1):
@@ -252,7 +238,6 @@ def host_computes_after_a_copy_that_blocks_with_what_an_earlier_frame_downloads(
 
 @found
 def host_memory_of_an_upload_is_not_written_by_the_next_host_operation(s1, /, y):
-    current = torch.cuda.current_stream()
     v1 = y.cpu()
     h1 = v1 * 2
     s1.wait_stream(current)
@@ -278,7 +263,6 @@ def host_waits_for_a_copy_that_pageable_memory_ends(buffer, /, x, out):
 
 @found
 def input_is_read_through_a_view_of_a_copy_of_it(s1, s2, buffer, /, x, y, state, pinned):
-    current = torch.cuda.current_stream()
     current.wait_stream(s2)
     state.copy_(x)
     v1 = y + x
@@ -296,7 +280,6 @@ def input_is_read_through_a_view_of_a_copy_of_it(s1, s2, buffer, /, x, y, state,
 # Memory is read, through a clone that a pass drops, after its stream waited for the clone.
 @found
 def memory_of_a_dropped_clone_is_read_after_its_stream_waited(s1, /, pinned):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         v1 = pinned.to("cuda", non_blocking=True)
     current.wait_stream(s1)
@@ -308,7 +291,6 @@ def memory_of_a_dropped_clone_is_read_after_its_stream_waited(s1, /, pinned):
 
 @found
 def memory_of_another_regions_side_stream(s1, /, state, pinned):
-    current = torch.cuda.current_stream()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
         v1 = pinned.to("cuda", non_blocking=True)
@@ -352,7 +334,6 @@ def record_stream_of_an_upload_on_another_stream(s1, buffer, /, y, state, pinned
 
 @found
 def update_of_another_streams_value_read_on_a_stream_of_a_block_around_a_graph_break(s1, s2, /, y, state, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s2):
         ready.wait()
         v1 = state.relu()
@@ -370,7 +351,6 @@ def update_of_another_streams_value_read_on_a_stream_of_a_block_around_a_graph_b
 
 @found
 def upload_of_host_memory_that_is_returned(s1, s2, buffer, /, state):
-    current = torch.cuda.current_stream()
     v1 = buffer.cpu()
     with torch.cuda.stream(s1):
         buffer.add_(state)
@@ -384,7 +364,6 @@ def upload_of_host_memory_that_is_returned(s1, s2, buffer, /, state):
 
 @found
 def upload_of_which_another_stream_reads_a_copy(s1, /, x, pinned, n):
-    current = torch.cuda.current_stream()
     v1 = pinned.to("cuda")
     with torch.cuda.stream(s1):
         v2 = v1.detach().clone()
@@ -397,7 +376,6 @@ def upload_of_which_another_stream_reads_a_copy(s1, /, x, pinned, n):
 
 @found
 def upload_that_blocks_behind_an_update_of_a_buffer(s1, buffer, sleep, /, state, pinned):
-    current = torch.cuda.current_stream()
     buffer.zero_()
     v1 = pinned.to("cuda")
     v2 = v1 + state
@@ -425,7 +403,6 @@ def upload_that_is_returned_and_copied_to_another_result(s1, /, state, pinned):
 
 @found
 def upload_that_nobody_reads_blocks(s1, s2, /, x, y, pinned):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s2):
         s2.wait_stream(current)
         v1 = pinned.to("cuda")
@@ -450,7 +427,6 @@ def view_by_a_call_behind_a_record(s1, e1, /, x, y, state, pinned):
 
 @found
 def view_of_an_input_is_copied_beside_the_stream_that_updates_it(s1, w1, buffer, /, y, state, pinned):
-    current = torch.cuda.current_stream()
     v1 = buffer + state
     v2 = pinned.to("cuda")
     with torch.cuda.stream(s1):
@@ -467,7 +443,6 @@ def view_of_an_input_is_copied_beside_the_stream_that_updates_it(s1, w1, buffer,
 
 @found
 def work_behind_a_copy_that_blocks_the_host(s1, buffer, /, x, state, pinned):
-    current = torch.cuda.current_stream()
     buffer.copy_(state)
     v1 = pinned.to("cuda")
     with torch.cuda.stream(s1):
@@ -478,7 +453,6 @@ def work_behind_a_copy_that_blocks_the_host(s1, buffer, /, x, state, pinned):
 
 @found
 def constant_that_blocks_the_host_in_memory_which_an_earlier_frame_uploads(s1, buffer, /, out):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         buffer.copy_(out, non_blocking=True)
@@ -491,7 +465,6 @@ def constant_that_blocks_the_host_in_memory_which_an_earlier_frame_uploads(s1, b
 
 @found
 def constant_that_is_copied_to_host_memory_which_an_earlier_frame_uploads(s1, buffer, /, out):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         buffer.copy_(out, non_blocking=True)
@@ -504,7 +477,6 @@ def constant_that_is_copied_to_host_memory_which_an_earlier_frame_uploads(s1, bu
 
 @found
 def update_by_a_call_of_memory_that_a_side_stream_allocated_between_partitions(s1, /, z, pinned):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = pinned.to("cuda", non_blocking=True)

@@ -1,12 +1,11 @@
 """Other programs of one frame."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import add_to, calls, F, torch
+from stream_programs.drawn.kit import add_to, calls, current, F, torch
 
 
 @found
 def clone_that_a_pass_drops_is_read_late(s1, buffer, /, x):
-    current = torch.cuda.current_stream()
     v1 = buffer.clone()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
@@ -45,7 +44,6 @@ def copied_memory_is_downloaded_on_another_stream(s1, buffer, /, x, state, out, 
 
 @found
 def copies_of_one_value_on_two_streams(s1, /, x):
-    current = torch.cuda.current_stream()
     v1 = x @ x
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -56,7 +54,6 @@ def copies_of_one_value_on_two_streams(s1, /, x):
 
 @found
 def copy_to_the_host_of_what_is_written_later(s1, /, state, out):
-    current = torch.cuda.current_stream()
     out.copy_(state, non_blocking=True)
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
@@ -67,7 +64,6 @@ def copy_to_the_host_of_what_is_written_later(s1, /, state, out):
 
 @found
 def host_memory_that_a_constant_overwrites_before_anybody_reads_it(s1, /, x, y, out):
-    current = torch.cuda.current_stream()
     v1 = torch.ones(32, 32, device="cuda")
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -85,7 +81,6 @@ def host_memory_that_a_constant_overwrites_before_anybody_reads_it(s1, /, x, y, 
 
 @found
 def host_memory_that_is_filled_and_uploaded_and_filled_again(s1, /, x, y, out):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         out.copy_(x, non_blocking=True)
@@ -100,7 +95,6 @@ def host_memory_that_is_filled_and_uploaded_and_filled_again(s1, /, x, y, out):
 # Operator that realizes its arguments for itself reads what a side stream computes for an input.
 @found
 def index_put_of_what_a_side_stream_computes_for_an_input(s1, /, y, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         y.clamp_(-2, 2)
@@ -111,7 +105,6 @@ def index_put_of_what_a_side_stream_computes_for_an_input(s1, /, y, state):
 
 @found
 def input_that_is_updated_before_an_event_and_recorded_on_a_stream_behind_it(s1, e1, /, x, state):
-    current = torch.cuda.current_stream()
     state.copy_(x)
     e1.record(current)
     state.record_stream(s1)
@@ -121,7 +114,6 @@ def input_that_is_updated_before_an_event_and_recorded_on_a_stream_behind_it(s1,
 
 @found
 def input_that_is_updated_behind_a_mask(s1, buffer, /, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         buffer[buffer > 0] = 1
@@ -142,7 +134,6 @@ def list_of_recorded_tensors_that_is_interpolated_from_its_other_end(s1, /, x, y
 
 @found
 def list_of_tensors_that_another_stream_updates(s1, /, x, y):
-    current = torch.cuda.current_stream()
     v1 = x * 2
     v2 = y * 3
     v3 = v2.view(64, 16)
@@ -165,7 +156,6 @@ def memory_handed_on_behind_the_callers_event(s1, /, ready):
 
 @found
 def memory_of_another_stream_given_as_out(s1, s2, buffer, /, y, state):
-    current = torch.cuda.current_stream()
     v1 = state + y
     with torch.cuda.stream(s2):
         s2.wait_stream(current)
@@ -181,7 +171,6 @@ def memory_of_another_stream_given_as_out(s1, s2, buffer, /, y, state):
 # Memory of the caller's stream given as out for two results: the caller may drop them as soon as it has read them.
 @found
 def memory_of_another_stream_given_as_out_for_two_results(s1, /, x):
-    current = torch.cuda.current_stream()
     v1 = torch.empty(32, device="cuda")
     v2 = torch.empty(32, dtype=torch.int64, device="cuda")
     s1.wait_stream(current)
@@ -214,7 +203,6 @@ def new_value_of_an_input_that_goes_to_the_host_too(s1, buffer, /, x, y, out):
 
 @found
 def no_op_of_what_is_written_back(s1, buffer, /, state):
-    current = torch.cuda.current_stream()
     state[4:20].copy_(buffer[8:24])
     v1 = torch.zeros_like(buffer)
     v2 = v1 + buffer
@@ -237,7 +225,6 @@ def noise_of_the_layout_of_an_input_that_nobody_has_waited_for(s1, /, y, state):
 
 @found
 def out_of_the_callers_memory_outside_of_a_stream_block(s1, buffer, /, x, y):
-    current = torch.cuda.current_stream()
     torch.add(x, buffer, out=x)
     x.clamp_(-2, 2)
     with torch.cuda.stream(s1):
@@ -259,7 +246,6 @@ def product_is_fused_with_what_stands_behind_a_record(e2, w0, buffer, sleep, /, 
 
 @found
 def promise_by_which_another_stream_comes_behind_a_reader_of_its_memory(s2, s4, s5, /, x, y, state, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s4):
         s4.wait_event(ready)
         v3 = x - y
@@ -276,7 +262,6 @@ def promise_by_which_another_stream_comes_behind_a_reader_of_its_memory(s2, s4, 
 
 @found
 def read_on_another_stream_realized_for_an_operator_that_is_known(s1, s2, buffer, /, x, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         done1 = torch.cuda.Event()
         done1.record(current)
@@ -297,7 +282,6 @@ def read_on_another_stream_realized_for_an_operator_that_is_known(s1, s2, buffer
 
 @found
 def record_in_a_frame_that_computes_nothing(s1, /, x):
-    current = torch.cuda.current_stream()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
         done1 = torch.cuda.Event()
@@ -307,7 +291,6 @@ def record_in_a_frame_that_computes_nothing(s1, /, x):
 
 @found
 def record_stream_before_the_last_update(s1, s2, /, x, y):
-    current = torch.cuda.current_stream()
     v1 = x + y
     v2 = v1[1:]
     v2.record_stream(s1)
@@ -324,7 +307,6 @@ def record_stream_before_the_last_update(s1, s2, /, x, y):
 
 @found
 def record_stream_of_a_copy_ahead_of_a_record(s1, e1, /, x):
-    current = torch.cuda.current_stream()
     v1 = x.clone()
     e1.record(current)
     v2 = v1.clone()
@@ -335,7 +317,6 @@ def record_stream_of_a_copy_ahead_of_a_record(s1, e1, /, x):
 
 @found
 def record_stream_of_a_copy_that_another_stream_reads(s1, s2, s3, /, state):
-    current = torch.cuda.current_stream()
     v1 = state.view(32, 32)
     v1[1:9] = 3
     v2 = v1.sum()
@@ -406,7 +387,6 @@ def result_that_adds_nothing_on_two_streams(
 
 @found
 def result_that_was_written_over_and_its_source_is_read_later(s1, w0, buffer, sleep, /, x, state):
-    current = torch.cuda.current_stream()
     v1 = torch.ones(32, 32, device="cuda")
     v2 = sleep(buffer) @ w0
     v1.copy_(v2)
@@ -422,7 +402,6 @@ def result_that_was_written_over_and_its_source_is_read_later(s1, w0, buffer, sl
 
 @found
 def result_updated_in_place_and_left_unjoined(s1, buffer, /, state, y):
-    current = torch.cuda.current_stream()
     v1 = y + state
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
@@ -453,7 +432,6 @@ def results_of_a_nested_region_that_updates_on_its_own_stream(k):
 
 @found
 def returned_input_that_another_stream_reads(s1, s2, /, x, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         state.relu_()
@@ -473,7 +451,6 @@ def returned_input_that_another_stream_reads(s1, s2, /, x, state):
 # Scans in several blocks on two streams: the blocks of each hand their sums on in a workspace.
 @found
 def scans_in_several_blocks_on_two_streams(s1, /, x, y):
-    current = torch.cuda.current_stream()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
         v1 = x.repeat(64, 1).flatten().cumsum(0)
@@ -484,7 +461,6 @@ def scans_in_several_blocks_on_two_streams(s1, /, x, y):
 
 @found
 def scatter_that_a_pass_makes_anew(s1, buffer, /, y):
-    current = torch.cuda.current_stream()
     v1 = y * 2
     v2 = v1 + buffer
     s1.wait_stream(current)
@@ -496,7 +472,6 @@ def scatter_that_a_pass_makes_anew(s1, buffer, /, y):
 
 @found
 def tensor_that_is_read_before_it_is_given_as_out(s1, sleep, /, x):
-    current = torch.cuda.current_stream()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
         v1 = torch.full((32, 32), 1.0, device="cuda")
@@ -517,7 +492,6 @@ def tensor_that_is_recorded_after_a_list_with_an_input_in_it_is_updated(s1, /, x
 
 @found
 def update_behind_a_mask_of_a_result_of_a_list(s1, buffer, /, x, y):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         done1 = current.record_event()
         done1.wait()
@@ -531,7 +505,6 @@ def update_behind_a_mask_of_a_result_of_a_list(s1, buffer, /, x, y):
 # Updates in place that no name tells: the results were taken for memory of the stream that updates.
 @found
 def updates_in_place_that_no_name_tells(s1, /, x, y):
-    current = torch.cuda.current_stream()
     v1, v2, v3, v4 = x * 2, x * 3, x * 4, x * 5
     v5 = v4.contiguous()  # the same tensor
     s1.wait_stream(current)
@@ -552,7 +525,6 @@ def waits_that_stay_are_made_once(s1, /, x):
 
 @found
 def what_an_operator_wrote_is_read_on_another_stream(s1, buffer, /, x, state):
-    current = torch.cuda.current_stream()
     add_to(x, buffer)
     x.clamp_(-2, 2)
     with torch.cuda.stream(s1):
@@ -564,7 +536,6 @@ def what_an_operator_wrote_is_read_on_another_stream(s1, buffer, /, x, state):
 
 @found
 def zeroed_on_a_side_stream_then_added_to(s1, buffer, /, x, state, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_event(ready)
         buffer.zero_()

@@ -1,12 +1,11 @@
 """Programs of one frame that read and write views and parts of tensors."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import torch
+from stream_programs.drawn.kit import current, torch
 
 
 @found
 def concatenation_whose_memory_is_taken_behind_a_record(s1, e2, sleep, /, x, y):
-    current = torch.cuda.current_stream()
     v1 = sleep(y) * 3
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -23,7 +22,6 @@ def concatenation_whose_memory_is_taken_behind_a_record(s1, e2, sleep, /, x, y):
 
 @found
 def copy_of_an_input_that_is_updated_in_part_and_read_behind_what_another_stream_waits_for(s1, /, x, state):
-    current = torch.cuda.current_stream()
     v1 = x * 3
     state[4:20].copy_(x[8:24])
     v1.copy_(state)
@@ -34,7 +32,6 @@ def copy_of_an_input_that_is_updated_in_part_and_read_behind_what_another_stream
 
 @found
 def event_that_a_stream_awaits_without_launching_orders_the_read_of_a_view(s1, s2, e1, /, z):
-    current = torch.cuda.current_stream()
     v1 = z.real - z.imag
     e1.record(current)
     s1.wait_event(e1)
@@ -59,7 +56,6 @@ def part_of_a_concatenation_that_is_read_under_a_condition(s1, buffer, sleep, /,
 
 @found
 def part_of_an_input_of_which_another_is_written(s1, buffer, /, x, ready):
-    current = torch.cuda.current_stream()
     v1 = buffer + buffer
     with torch.cuda.stream(s1):
         ready.wait()
@@ -87,7 +83,6 @@ def recorded_tensor_that_is_an_input_with_other_rows(s1, /, x, y):
 
 @found
 def returned_view_becomes_memory_of_its_own_and_its_base_is_freed(s1, e1, buffer, /, y, state):
-    current = torch.cuda.current_stream()
     v1 = state + buffer
     v2 = state.t().contiguous()
     with torch.cuda.stream(s1):
@@ -102,7 +97,6 @@ def returned_view_becomes_memory_of_its_own_and_its_base_is_freed(s1, e1, buffer
 
 @found
 def returned_view_behind_the_write_back_of_an_input(s3, e2, buffer, /, x, state):
-    current = torch.cuda.current_stream()
     v3 = state + x
     v3.zero_()
     v4 = v3[8:24]
@@ -126,7 +120,6 @@ def rows_that_an_update_left_alone_read_by_a_stream_that_waited_before(s1, buffe
 
 @found
 def slice_of_another_streams_memory_updated(s1, s2, /, x, y):
-    current = torch.cuda.current_stream()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
         v1 = x + y
@@ -140,7 +133,6 @@ def slice_of_another_streams_memory_updated(s1, s2, /, x, y):
 
 @found
 def slices_of_a_returned_concatenation_on_two_streams(s1, s2, buffer, /, y, state):
-    current = torch.cuda.current_stream()
     s2.wait_stream(current)
     with torch.cuda.stream(s2):
         v1 = y * 2
@@ -155,7 +147,6 @@ def slices_of_a_returned_concatenation_on_two_streams(s1, s2, buffer, /, y, stat
 
 @found
 def update_of_a_slice_whose_sum_reads_what_it_replaced(s1, s2, buffer, /, y, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = state + y
@@ -173,7 +164,6 @@ def update_of_a_slice_whose_sum_reads_what_it_replaced(s1, s2, buffer, /, y, sta
 
 @found
 def view_of_a_constant_that_was_computed(s1, buffer, /, y, state, ready, n):
-    current = torch.cuda.current_stream()
     v1 = buffer.t().contiguous()
     v2 = v1.relu()
     with torch.cuda.stream(s1):
@@ -192,7 +182,6 @@ def view_of_a_constant_that_was_computed(s1, buffer, /, y, state, ready, n):
 # View of memory of the caller's stream given as out: the view is a side stream's, the memory isn't.
 @found
 def view_of_memory_of_another_stream_given_as_out(s1, /, x):
-    current = torch.cuda.current_stream()
     v1 = torch.empty(32, 32, device="cuda")
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
@@ -203,7 +192,6 @@ def view_of_memory_of_another_stream_given_as_out(s1, /, x):
 
 @found
 def view_that_is_an_operator_call_launches_nothing(s1, /, x, y):
-    current = torch.cuda.current_stream()
     v1 = torch.complex(x, y)
     v2 = x @ y
     v3 = torch.view_as_real(v1)[..., 0]
@@ -216,7 +204,6 @@ def view_that_is_an_operator_call_launches_nothing(s1, /, x, y):
 
 @found(loads="[0, 1]")
 def imaginary_parts_of_an_input_of_which_the_real_ones_are_updated(s1, /, state, z):
-    current = torch.cuda.current_stream()
     current.wait_stream(s1)
     z.real.add_(state)
     v1 = z.imag
@@ -229,7 +216,6 @@ def imaginary_parts_of_an_input_of_which_the_real_ones_are_updated(s1, /, state,
 
 @found(loads="[0, 1]")
 def imaginary_parts_of_an_input_of_which_the_real_ones_get_zeros_added(s1, /, state, z):
-    current = torch.cuda.current_stream()
     current.wait_stream(s1)
     z.real.add_(torch.zeros_like(state))
     v1 = z.imag
@@ -242,7 +228,6 @@ def imaginary_parts_of_an_input_of_which_the_real_ones_get_zeros_added(s1, /, st
 
 @found(loads="[0, 1]")
 def row_of_an_input_of_which_another_is_updated_in_another_shape(s1, /, x, state):
-    current = torch.cuda.current_stream()
     current.wait_stream(s1)
     x.view(16, 64)[1].add_(state.view(16, 64)[2])
     v1 = x[8]

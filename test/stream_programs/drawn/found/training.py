@@ -1,12 +1,11 @@
 """Programs with a backward."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import add_to, double, F, scaled_into, torch, trains
+from stream_programs.drawn.kit import add_to, current, double, F, scaled_into, torch, trains
 
 
 @found(train="0")
 def block_on_the_ambient_stream_alone(w0, /, x, pinned):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(current):
         v1 = pinned.to("cuda")
     v2 = x @ w0
@@ -15,7 +14,6 @@ def block_on_the_ambient_stream_alone(w0, /, x, pinned):
 
 @found(train="None")
 def columns_of_a_result_that_a_saved_value_is_taken_from(s2, w0, buffer, sleep, /, state, ready):
-    current = torch.cuda.current_stream()
     v1 = sleep(buffer) + state
     with torch.cuda.stream(s2):
         s2.wait_event(ready)
@@ -63,7 +61,6 @@ def copy_into_an_input_of_what_dies_at_a_graph_break(s1, s2, s3, e2, w0, buffer,
 
 @found(train="0")
 def download_of_a_scanned_constant(s1, s2, w0, /, x, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s2):
         s2.wait_stream(current)
         v1 = state @ w0
@@ -81,7 +78,6 @@ def download_of_a_scanned_constant(s1, s2, w0, /, x, state):
 
 @found(train="0")
 def download_that_blocks_between_two_updates_by_operators_and_a_matrix_product(s1, w0, buffer, /, x, y):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         v0 = torch.ones(32, 32, device="cuda")
     current.wait_stream(s1)
@@ -96,7 +92,6 @@ def download_that_blocks_between_two_updates_by_operators_and_a_matrix_product(s
 
 @found(train="0")
 def event_behind_an_update_of_an_earlier_result_that_needs_a_gradient(s2, e1, buffer, /, x, y, state):
-    current = torch.cuda.current_stream()
     v1 = state + x
     torch._dynamo.graph_break()
     v2 = (v1 > 0).float()
@@ -115,7 +110,6 @@ def event_behind_an_update_of_an_earlier_result_that_needs_a_gradient(s2, e1, bu
 
 @found(train="0")
 def event_that_is_recorded_anew_behind_a_wait_for_an_earlier_frame(s1, s3, e1, w0, buffer, /, x, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = state.clamp(-1, 1) * buffer
@@ -135,7 +129,6 @@ def event_that_is_recorded_anew_behind_a_wait_for_an_earlier_frame(s1, s3, e1, w
 
 @found(train="0")
 def gradient_of_an_operator_that_realizes_its_input(s1, sleep, /, x, ready):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_event(ready)
         v1 = sleep(x) * 3
@@ -147,7 +140,6 @@ def gradient_of_an_operator_that_realizes_its_input(s1, sleep, /, x, ready):
 
 @found(train="0")
 def gradient_that_is_a_view_by_an_operator_call(s1, buffer, /, x, state):
-    current = torch.cuda.current_stream()
     v1 = buffer + state
     v2 = torch.zeros_like(state)
     with torch.cuda.stream(s1):
@@ -162,7 +154,6 @@ def gradient_that_is_a_view_by_an_operator_call(s1, buffer, /, x, state):
 
 @found(train="0")
 def gradient_that_is_computed_early_on_a_stream_that_is_joined(s1, w1, /, x, state):
-    current = torch.cuda.current_stream()
     v3 = state.relu()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -186,7 +177,6 @@ def input_from_which_the_backward_computes_again(s1, s2, /, x, y):
 
 @found(train="0", loads="[0, 1]")
 def input_that_only_the_compiled_backward_reads_after_the_host_waited(s1, e1, /, x, y):
-    current = torch.cuda.current_stream()
     e1.record(s1)
     current.wait_event(e1)
     v1 = y.clamp(-1, 1) * x
@@ -197,7 +187,6 @@ def input_that_only_the_compiled_backward_reads_after_the_host_waited(s1, e1, /,
 
 @found(train="0", loads="[0]")
 def leaf_that_a_side_stream_reads_first_and_for_nothing(s1, w0, /, x):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         v1 = x.t()
         s1.wait_stream(current)
@@ -209,7 +198,6 @@ def leaf_that_a_side_stream_reads_first_and_for_nothing(s1, w0, /, x):
 
 @found(train="0")
 def mask_for_the_backward_of_an_input_behind_a_copy_that_blocks(s1, buffer, /, x, state, pinned):
-    current = torch.cuda.current_stream()
     buffer.mul_(2)
     v1 = x[:, 5:6]
     v2 = pinned.to("cuda")
@@ -227,7 +215,6 @@ def mask_for_the_backward_of_an_input_behind_a_copy_that_blocks(s1, buffer, /, x
 
 @found(train="0")
 def one_of_several_outputs_of_a_kernel(s1, w0, /, x, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         state.clamp_(-2, 2)
@@ -239,7 +226,6 @@ def one_of_several_outputs_of_a_kernel(s1, w0, /, x, state):
 
 @found(train="None")
 def promised_value_absorbed_before_the_record(s1, e1, w0, buffer, sleep, /, y, state):
-    current = torch.cuda.current_stream()
     v1 = torch.where(buffer > 0, buffer, state)
     v2 = v1 + state
     s1.wait_stream(current)
@@ -252,7 +238,6 @@ def promised_value_absorbed_before_the_record(s1, e1, w0, buffer, sleep, /, y, s
 
 @found(train="0")
 def returned_views_of_a_leaf_on_two_side_streams(s1, s2, /, x, state):
-    current = torch.cuda.current_stream()
     v1 = state + x
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -306,7 +291,6 @@ def update_of_memory_of_another_stream_in_an_autograd_function(k):
 
 @found(train="0")
 def updated_part_of_a_concatenation_that_a_later_partition_reads(s3, w0, buffer, /, x, y, out):
-    current = torch.cuda.current_stream()
     buffer[4:20].copy_(out[8:24], non_blocking=True)
     buffer[torch.arange(0, 2, device="cuda") * 0] = 1
     v1 = torch.empty(32, 32, pin_memory=True)
@@ -325,7 +309,6 @@ def updated_part_of_a_concatenation_that_a_later_partition_reads(s3, w0, buffer,
 
 @found(train="0")
 def view_of_a_leaf_on_a_side_stream_after_a_read_on_the_callers(s1, /, x, state):
-    current = torch.cuda.current_stream()
     v1 = x.sigmoid()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
@@ -337,7 +320,6 @@ def view_of_a_leaf_on_a_side_stream_after_a_read_on_the_callers(s1, /, x, state)
 
 @found(train="0")
 def view_of_a_result_is_made_anew_behind_a_graph_break(s3, buffer, /, x, y, state, ready, n):
-    current = torch.cuda.current_stream()
     v1 = torch.zeros_like(state)
     with torch.cuda.stream(s3):
         s3.wait_event(ready)
@@ -360,7 +342,6 @@ def view_of_a_result_is_made_anew_behind_a_graph_break(s3, buffer, /, x, y, stat
 
 @found(train="0")
 def view_of_an_output_that_needs_no_gradient(s1, /, x, state, pinned):
-    current = torch.cuda.current_stream()
     v1 = x.clamp(-1, 1) @ state.sign()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
@@ -386,7 +367,6 @@ def view_of_an_update_that_is_made_anew_behind_the_backward(w0, buffer, /, x, st
 
 @found(train="0")
 def view_of_an_upload_that_an_earlier_partition_allocated(s3, w0, /, x, pinned):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s3):
         s3.wait_stream(current)
         v7 = torch.empty(32, 32, device="cuda")
@@ -400,7 +380,6 @@ def view_of_an_upload_that_an_earlier_partition_allocated(s3, w0, /, x, pinned):
 
 @found(train="0")
 def wait_of_a_backward_for_what_the_engine_has_ordered(s1, w1, /, x, y, state):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v3 = torch.empty(32, 32, device="cuda")
@@ -415,7 +394,6 @@ def wait_of_a_backward_for_what_the_engine_has_ordered(s1, w1, /, x, y, state):
 
 @found(train="0")
 def work_behind_a_host_synchronisation(s1, buffer, /, x, y, state):
-    current = torch.cuda.current_stream()
     v1 = (x.sum()).clamp(-2, 2)
     current.synchronize()
     with torch.cuda.stream(s1):
@@ -429,7 +407,6 @@ def work_behind_a_host_synchronisation(s1, buffer, /, x, y, state):
 
 @found(train="0", loads="[0]")
 def results_of_unbind_that_are_views_of_a_misaligned_leaf(s1, buffer, /, x):
-    current = torch.cuda.current_stream()
     current.wait_stream(s1)
     buffer.add_(x.detach())
     buffer.clamp_(-2, 2)
@@ -442,7 +419,6 @@ def results_of_unbind_that_are_views_of_a_misaligned_leaf(s1, buffer, /, x):
 
 @found(train="0", loads="[0]")
 def view_of_a_misaligned_leaf_that_is_returned_and_another_that_is_saved(s1, w0, buffer, /, x):
-    current = torch.cuda.current_stream()
     current.wait_stream(s1)
     buffer.add_(x.detach())
     buffer.clamp_(-2, 2)

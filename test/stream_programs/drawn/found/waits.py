@@ -1,12 +1,11 @@
 """Programs without a backward in which the host waits for a stream, an event or the device."""
 
 from stream_programs.drawn.found import found
-from stream_programs.drawn.kit import add_to, double, F, torch
+from stream_programs.drawn.kit import add_to, current, double, F, torch
 
 
 @found
 def concatenation_of_two_partitions_read_on_another_stream(s2, e2, buffer, sleep, /, x, y, state, n):
-    current = torch.cuda.current_stream()
     torch.cuda.synchronize()
     v1 = x.cpu()
     s2.synchronize()
@@ -41,7 +40,6 @@ def copy_that_blocks_the_host_orders_a_stream_that_is_only_synchronized(s1, /, x
 
 @found
 def download_of_a_constant_that_is_returned(s1, s3, s4, w1, /, x, state, ready):
-    current = torch.cuda.current_stream()
     v1 = double(state) @ w1
     with torch.cuda.stream(s3):
         s3.wait_event(ready)
@@ -63,7 +61,6 @@ def download_of_a_constant_that_is_returned(s1, s3, s4, w1, /, x, state, ready):
 # Half of a dimension that an update left alone: the host may read it, for it had waited for what is there.
 @found
 def half_of_a_dimension_that_an_update_left_alone(s1, /, y, pinned):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = torch.empty(32, 32, device="cuda")
@@ -77,7 +74,6 @@ def half_of_a_dimension_that_an_update_left_alone(s1, /, y, pinned):
 
 @found
 def host_computes_behind_a_synchronisation_with_what_an_earlier_frame_downloads(s1, buffer, /, y, state):
-    current = torch.cuda.current_stream()
     v1 = buffer.relu()
     v2 = (y > 0).float()
     done1 = torch.cuda.Event()
@@ -101,7 +97,6 @@ def host_computes_behind_a_synchronisation_with_what_an_earlier_frame_downloads(
 
 @found
 def host_memory_is_written_back_before_a_synchronisation(buffer, /, out):
-    current = torch.cuda.current_stream()
     v1 = buffer.to("cpu", non_blocking=True)
     out.copy_(buffer, non_blocking=True)
     current.synchronize()
@@ -125,7 +120,6 @@ def host_memory_that_is_read_behind_an_events_synchronisation(e1, /, x, pinned):
 
 @found
 def host_reads_a_download_of_another_region(s1, buffer, /, state):
-    current = torch.cuda.current_stream()
     v1 = buffer.to("cpu", non_blocking=True)
     v2 = buffer + state
     with torch.cuda.stream(s1):
@@ -137,7 +131,6 @@ def host_reads_a_download_of_another_region(s1, buffer, /, state):
 # Product that is put into an input behind a synchronisation of the device, which waits for a reader of the input.
 @found
 def product_that_is_put_into_an_input_behind_a_synchronisation(s1, s2, sleep, /, x, y, state):
-    current = torch.cuda.current_stream()
     s1.wait_stream(current)
     with torch.cuda.stream(s1):
         v1 = sleep(state) * 2
@@ -154,7 +147,6 @@ def product_that_is_put_into_an_input_behind_a_synchronisation(s1, s2, sleep, /,
 
 @found
 def result_that_is_copied_and_the_copy_is_read_behind_a_wait(s1, s2, s3, buffer, /, y):
-    current = torch.cuda.current_stream()
     v1 = buffer - y
     torch.cuda.synchronize()
     with torch.cuda.stream(s2):
@@ -172,7 +164,6 @@ def result_that_is_copied_and_the_copy_is_read_behind_a_wait(s1, s2, s3, buffer,
 
 @found
 def returned_view_behind_a_synchronization(s1, s2, buffer, sleep, /, x, y, state, ready):
-    current = torch.cuda.current_stream()
     y.add_(state)
     y.clamp_(-2, 2)
     with torch.cuda.stream(s1):
@@ -205,7 +196,6 @@ def returned_view_behind_a_synchronization(s1, s2, buffer, sleep, /, x, y, state
 
 @found
 def row_that_an_update_left_alone_which_the_host_had_waited_for(s3, /, x, y):
-    current = torch.cuda.current_stream()
     y.relu_()
     with torch.cuda.stream(s3):
         done1 = torch.cuda.Event()
@@ -229,7 +219,6 @@ def update_behind_a_synchronisation_that_nobody_joins(s1, buffer, /, state, read
 
 @found
 def upload_behind_a_synchronisation_of_what_was_downloaded(buffer, /, y, state):
-    current = torch.cuda.current_stream()
     v1 = buffer.view(32, 32)
     v2 = y.to("cpu", non_blocking=True)
     done1 = torch.cuda.Event()
@@ -244,7 +233,6 @@ def upload_behind_a_synchronisation_of_what_was_downloaded(buffer, /, y, state):
 
 @found
 def what_is_read_behind_a_synchronisation_of_the_device_may_be_of_an_earlier_frame(s1, s2, sleep, /, x, y, n):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
         v1 = (sleep(x).sum()).clamp(-2, 2)
