@@ -11,8 +11,9 @@ from unittest import mock
 
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
-import form  # noqa: F401
+import form
 from stand_ins.relaunch_case import Native, region
 from torch_overlay._inductor.relaunch.capture import capture, library_calls, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs
@@ -549,14 +550,19 @@ class TestDrawn(RepeatedCallsTestCase):
             left_out += max(graph.nodes for graph in run.graphs()) > max(found, default=1 << 30)
         return left_out
 
-    def test_drawn(self):
-        self.assertGreater(self.check(range(30), lambda seed: seed % 2 == 1, self.leaves()), 15)
+    @parametrize("count", form.sampled([12, 30], 2))
+    def test_drawn(self, count):
+        self.assertGreater(self.check(range(count), lambda seed: seed % 2 == 1, self.leaves()), count // 2)
 
-    def test_with_results_of_operators(self):
+    @parametrize("count", form.sampled([12, 30], 2))
+    def test_with_results_of_operators(self, count):
         mm, twice = self.allocator()
         self.enterContext(mock.patch.object(library_calls, "LEAVES", (mm,)))
         libraries = types.SimpleNamespace(mm=mm)
-        self.assertGreater(self.check(range(30), lambda seed: False, libraries, twice=twice), 5)
+        self.assertGreater(self.check(range(count), lambda seed: False, libraries, twice=twice), count // 6)
+
+
+instantiate_parametrized_tests(TestDrawn)
 
 
 if __name__ == "__main__":
