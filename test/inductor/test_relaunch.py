@@ -163,15 +163,12 @@ class TestLifeOfARegion(RelaunchTestCase):
                 self.assertTrue(lock.acquire(blocking=False))
                 lock.release()
         with run.states.lock, allocations._hooks_lock:
-            for _ in range(3):
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, 3)
         self.assertEqual(self.counted("relaunches"), 2)
 
     def test_region_that_is_called_while_its_graphs_are_given_up(self):
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         called = []
         (state,) = run.states.values()
         weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
@@ -183,8 +180,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         gc.collect()
         before = live.counts()
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         self.assertEqual(live.counts()["templates"], before["templates"] + 1)
         del run
         gc.collect()
@@ -195,9 +191,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         before = live.counts()
         run = self.runner(ADD)
         for _rounds in range(2):
-            for _ in range(3):
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, 3)
             self.assertEqual(live.counts()["templates"], before["templates"] + 1)
             torch._dynamo.reset()
             gc.collect()
@@ -223,8 +217,7 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_module_gets_its_allocator_back(self):
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
 
@@ -857,8 +850,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
 
     def test_launch_inside_of_a_launch_says_so(self):
         run, errors = self.runner(ADD), []
-        for _ in range(2):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 2)
         (state,) = run.states.values()
         replay = Launcher.replay
 
@@ -870,8 +862,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
             replay(launcher)
 
         with mock.patch.object(Launcher, "replay", nested):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run)
         self.assertEqual(errors, ["launch() inside of a launch"])
 
     def test_only_what_moved_is_patched(self):
@@ -983,8 +974,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
 
     def test_wrong_arguments(self):
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         call = next(iter(run.states.values())).relaunch.call
         with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
             call.launch([torch.randn(4, 4)])
@@ -1041,13 +1031,11 @@ class TestStreamAndRawMemory(Native):
 
     def warm(self, **kwargs):
         run = self.runner(ADD, static=[1], **kwargs)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         return run
 
     def check(self, run):
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run)
 
     def test_scratch_is_freed_after_each_launch(self):
         run = self.warm()
@@ -1230,9 +1218,7 @@ class TestFailures(RelaunchTestCase):
         """So does one that draws random numbers and did not at its first call."""
         run = self.runner(ADD)
         self.device.kept = [512, 512]
-        for _ in range(4):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 4)
         (refusal,) = causes.refusals()
         self.assertIn("[kept]: 1024 bytes that it allocated are still in use when it has ended", refusal)
         self.assertEqual(len(self.device.random), 1)
@@ -1240,18 +1226,14 @@ class TestFailures(RelaunchTestCase):
     def test_capture_that_fails_is_tried_again(self):
         run = self.runner(ADD)
         self.device.fail_captures = 1
-        for _ in range(5):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 5)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual(causes.refusals(), [])
 
     def test_capture_that_keeps_failing_is_given_up(self):
         run = self.runner(ADD)
         self.device.fail_captures = 100
-        for _ in range(8):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 8)
         self.assertEqual(self.device.fail_captures, 94)  # each time once more, to see in which operator
         self.assertEqual(
             causes.refusals(),
@@ -1303,9 +1285,7 @@ class TestFailures(RelaunchTestCase):
             ADD.replace("    buf1 =", "    next(more)()\n    buf1 ="),
             more=iter([int, int, lambda: torch.ones(2).neg_(), int, lambda: torch.ones(2).neg_(), int, int]),
         )
-        for _ in range(3):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 3)
         self.assertRegex(causes.refusals()[0], r"\[(nodes|layout)\]")
 
     def test_sparse_input_is_refused(self):
@@ -1408,8 +1388,7 @@ class TestFailuresInC(Native, TestFailures):
 class TestVerify(RelaunchTestCase):
     def test_wrong_pointer_is_found_and_named(self):
         run = self.runner(ADD, verify=True)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         (launcher,) = self.device.launchers
         patch = launcher.patch
         other = torch.randn(4, 4)

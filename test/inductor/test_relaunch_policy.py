@@ -526,7 +526,7 @@ class TestGpu(GpuTestCase):
 @form.overlay_only
 @unittest.skipIf(ALONE, "is itself in a process without seams")
 class TestAlone(TestCase):
-    SOME = "TestNeeds or same or no_hook or inference or training or mutated"
+    SOME = "TestNeeds or same or no_hook or inference or training or mutated or bisector"
 
     @parametrize("which", form.sampled([SOME, "not TestAlone"], 2))
     def test_without_a_seam(self, which):

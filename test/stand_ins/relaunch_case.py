@@ -78,6 +78,12 @@ class RelaunchTestCase(TestCase):
         with config.patch(cudagraph_verify=verify):
             return Runner(scope["region"], code, self.device)
 
+    def add(self, run, count=1):
+        """Call a region of `ADD`, so many times, with other inputs each time."""
+        for _ in range(count):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""
         limits = ((arrange, "GAIN", least), (arrange, "STEP", least), (arrange, "SMALL", 0))
