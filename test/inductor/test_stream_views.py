@@ -12,7 +12,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form  # noqa: F401
 from torch_overlay.analysis import check
-from torch_overlay.testing import compile_only, simulated_gpu
+from torch_overlay.testing import compile_only, observe, simulated_gpu
 
 
 OF_INPUTS = {
@@ -81,6 +81,20 @@ class TestViews(TestCase):
             self.assertNotIn("assert_alignment(", wrapper.partition("def call(")[2])
             self.assertNotIn("(0,): [['tt.divisibility', 16]]", wrapper)
             self.assertIn("(1,): [['tt.divisibility', 16]]", wrapper)
+
+    @simulated_gpu()
+    def test_backward_assumes_no_alignment_of_a_saved_view_of_an_input(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+            return forked(side, lambda v: torch.mv(matrix, v), lambda made: made * 2)(vector)
+
+        matrix, vector = (torch.ones(n, device="cuda", dtype=torch.complex64, requires_grad=True) for n in ((4, 8), 8))
+        with observe() as seen:
+            made = torch.compile(fn)(matrix, vector)
+            torch.autograd.grad(made, (matrix, vector), torch.ones_like(made))
+        self.assertIn("permute.default(_conj", seen.wrappers[-1])
+        self.assertNotRegex(seen.wrappers[-1], r"assert_alignment\(\w+, 16, 'torch.ops.aten.permute")
 
     @parametrize("kind", list(SAVED))
     @simulated_gpu()

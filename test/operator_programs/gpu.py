@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 CALLS = 5
 LATE = 400_000  # clock cycles
-# Their results have no defined elements.
-UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+# Results from this one on have no defined elements: a flash attention without dropout writes no state of a generator.
+UNDEFINED = dict.fromkeys(EMPTY, 0) | {"torch.ops.aten._flash_attention_forward": 2}
 
 
 SIDE, CURRENT, GRADIENT, INPUT = "result", "result on the current stream", "gradient", "input"
@@ -183,7 +184,7 @@ class Expected:
         if len(got) != len(want):
             raise Mismatch(f"call {number}, {what}: {len(got)} values, eager has {len(want)}")
         for index, (a, b) in enumerate(zip(got, want)):
-            if text := difference(a, b, self.case.operator in UNDEFINED):
+            if text := difference(a, b, undefined=index >= UNDEFINED.get(self.case.operator, len(want))):
                 again = self.run(number)[what.partition(",")[0]]
                 if difference(again[index], b, False):
                     raise Unfit("eager differs from itself")

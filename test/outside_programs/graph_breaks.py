@@ -32,7 +32,7 @@ def print_in_between(x, w):
     return (y @ w).cos()
 
 
-@program(fixed=scaled, also=("split-host", "split-devices"), compiled_at_once=False)
+@program(fixed=scaled)
 def item_in_between(x, w):
     y = (x @ w).sin()
     n = y.sum().item()  # outside: graph-break

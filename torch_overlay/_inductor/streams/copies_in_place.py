@@ -42,6 +42,7 @@ from torch_overlay._functorch.streams.fx import (
     is_asynchronous_copy,
     is_synchronization,
     is_view,
+    is_view_operator,
     node_stream,
     updated_operands,
     updates_operands,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 
 _aten = torch.ops.aten
+_VIEWS_BY_CALL = (_aten.view_as_real.default, _aten.view.dtype)
 IN_PLACE = "stream_in_place"  # in `meta`, of a value whose memory is written in place
 READ_LATER = "stream_read_later"  # in `meta`, of a copy to the host that goes into new memory, which the host copies
 
@@ -522,13 +524,25 @@ def inputs_in_parts(graph: Graph) -> set[str]:
     return {str(memory.target) for write in writes if (memory := viewed(write.args[0])).op == "placeholder"}
 
 
+def saved_views(graph: Graph) -> set[str]:
+    """Return the names of a backward's inputs that are saved views by calls (`_conj`, `view_as_real`), which forwards
+    make of the caller's memory, not of an aligned copy.
+    """
+
+    def is_by_call(operator: Any, value: Any) -> bool:
+        return operator in _VIEWS_BY_CALL or is_view_operator(operator) and value.is_complex()
+
+    inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    return {str(n.target) for n in inputs if is_by_call(n.meta.get("original_aten"), n.meta["val"])}
+
+
 def assume_unaligned(graph: Any, names: set[str]) -> None:
     """Compile kernels for these inputs without any alignment: Note [No aligned copies of an input in parts]. `graph` is
     a GraphLowering before it lowers anything.
     """
     inputs = [str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder"]
     ours = frozenset(i for i in graph.inputs_to_check or () if inputs[i] in names)
-    graph.unaligned_buffers.update(inputs[i] for i in ours)
+    graph.unaligned_buffers.update(names)
     graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
     graph._region_unaligned_inputs = ours
 

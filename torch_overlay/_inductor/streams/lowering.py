@@ -10,7 +10,7 @@ import contextlib
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config as inductor_config, ir
 from torch._inductor.utils import gather_origins
 
 from torch_overlay import config
@@ -25,6 +25,7 @@ from torch_overlay._inductor.streams.copies_in_place import (
     IN_PLACE,
     inputs_in_parts,
     make_copies_in_place,
+    saved_views,
     write_back_parts,
 )
 from torch_overlay._inductor.streams.folding import fold_branches
@@ -40,7 +41,7 @@ from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 def prepare(graph: torch.fx.Graph, fold_below_us: float, is_backward: bool) -> None:
@@ -96,22 +97,13 @@ def realize_after(node: torch.fx.Node, result: object) -> None:
         fix_layout(node, result)
 
 
-@contextlib.contextmanager
-def copied_by_device(graph: Any, node: torch.fx.Node) -> Iterator[None]:
+def copied_by_device(graph: Any, node: torch.fx.Node) -> contextlib.AbstractContextManager[Any]:
     """Have the device copy a constant to the host, too, where Inductor would make another one there, if others count on
-    the host waiting for the copy. Inductor does not do that to a buffer that was mutated, so the constant counts as
-    mutated meanwhile.
+    the host waiting for the copy. Inductor has an option that says so of all constants.
     """
-    source = graph.env.get(node.all_input_nodes[0]) if _downloads(graph, node) else None
-    name = source.realize() if isinstance(source, ir.TensorBox) else None
-    is_new = name is not None and name not in graph.mutated_buffers
-    if is_new:
-        graph.mutated_buffers.add(name)
-    try:
-        yield
-    finally:
-        if is_new:
-            graph.mutated_buffers.remove(name)
+    if _downloads(graph, node):
+        return inductor_config.patch({"aot_inductor.use_runtime_constant_folding": True})
+    return contextlib.nullcontext()
 
 
 def _downloads(graph: Any, node: torch.fx.Node) -> bool:
@@ -143,12 +135,13 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         offload_codegen.register()
     has_streams = handles_streams() and is_placed_program(gm.graph)
+    is_backward = bool(kwargs.get("is_backward"))
     if has_streams:
-        prepare(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
+        prepare(gm.graph, config.fold_branches_below_us, is_backward)
     copies_in_place.publish_copy(gm.graph)
     original(lowering, gm, *args, **kwargs)
     if has_streams:
-        assume_unaligned(lowering, inputs_in_parts(gm.graph))
+        assume_unaligned(lowering, inputs_in_parts(gm.graph) | (saved_views(gm.graph) if is_backward else set()))
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:

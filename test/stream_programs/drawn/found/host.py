@@ -484,3 +484,13 @@ def update_by_a_call_of_memory_that_a_side_stream_allocated_between_partitions(s
     v2 = torch.view_as_complex(v1.view(32, 16, 2))
     v3 = v2.index_put((torch.arange(2, device="cuda"),), z[0, :16])
     return (v3,)
+
+
+# The kernel of the host that would have made the constant there read the device's memory.
+@found
+def constant_in_another_type_whose_copy_to_the_host_is_counted_on(e1, /, y, pinned):
+    v1 = pinned.to("cuda", non_blocking=True)
+    y.view(torch.int32).zero_()
+    e1.record()
+    v2 = y.cpu()
+    return v1, v2

@@ -1,0 +1,182 @@
+"""The bench of programs around libraries: its registry, its rule of equal values, and what its table says of failures.
+
+None of the libraries is needed: rows import them in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import tempfile
+import unittest
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+import client_rows
+import clients
+import gate
+import records
+import torch
+from torch._dynamo.utils import counters
+
+import form
+
+
+def answer(*values: float, digest: str = "a", **more: Any) -> dict[str, Any]:
+    return {"digest": digest, "samples": [list(values)], "warm s": 2.0, "captures": 3, **more}
+
+
+def turns(*ms: float) -> dict[str, Any]:
+    return {"turns": [{"ms": m, "reserved MiB": 10.0, "device MiB": 20.0} for m in ms]}
+
+
+class TestRegistry(unittest.TestCase):
+    def test_second_row_of_a_name_is_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "a second row 'nanogpt'"):
+            client_rows.client("nanogpt")(client_rows.nanogpt)
+
+    def test_names_can_be_listed_with_commas(self) -> None:
+        self.assertEqual([name for name in client_rows.ROWS if "," in name], [])
+        self.assertEqual(client_rows.ROWS.keys(), client_rows.LIBRARIES.keys())
+
+    def test_unknown_row_is_refused(self) -> None:
+        with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as told:
+            clients.main(["--rows", "nanogpt,nonsense"])
+        self.assertIn("no nonsense: choose from trainer, ", told.getvalue())
+
+    def test_own_loops_train(self) -> None:
+        """Rows without a library, in eager: their states change, and two builds from one seed agree."""
+        for name in ("ppo", "gru policy", "nanogpt", "server"):
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                found = []
+                for _ in range(2):
+                    torch.manual_seed(0)
+                    use = client_rows.Use("cpu", False, Path(folder))
+                    with unittest.mock.patch.object(torch, "compile", lambda fn, **_: fn):
+                        client = client_rows.ROWS[name](use)
+                        before = clients.seen(client.state())
+                        kept = [tensor.detach().clone() for tensor in client.step()]
+                    found.append(clients.seen([*kept, *client.state()]))
+                    if before["samples"]:
+                        self.assertNotEqual(before["digest"], clients.seen(client.state())["digest"])
+                self.assertTrue(clients.finite(found[0]))
+                self.assertEqual(found[0], found[1])
+
+    def test_program_that_compiles_nothing_is_an_error(self) -> None:
+        served = object.__new__(clients._Served)
+        served.row, served.device, served.graphs, served.folder = "idle", "cpu", False, ""
+        idle = {"idle": lambda use: client_rows.Client(lambda: [torch.zeros(1)])}
+        with (
+            unittest.mock.patch.object(client_rows, "ROWS", idle),
+            unittest.mock.patch.dict(counters["stats"], clear=True),
+            self.assertRaisesRegex(RuntimeError, "nothing was compiled"),
+        ):
+            served.warm()
+
+
+class TestEquality(unittest.TestCase):
+    def test_bits(self) -> None:
+        self.assertEqual(clients.equality(answer(1.0), answer(1.0), None), ("bits", True))
+
+    def test_difference_without_noise_counts(self) -> None:
+        cell, equal = clients.equality(answer(1.0, 4.001, digest="b"), answer(1.0, 4.0), answer(1.0, 4.0))
+        self.assertFalse(equal)
+        self.assertEqual(cell, "DIFFER by 0.0003 (off 0)")
+
+    def test_difference_like_that_of_two_runs_without_graphs(self) -> None:
+        again = answer(1.0, 4.001, digest="c")
+        cell, equal = clients.equality(answer(1.0, 3.998, digest="b"), answer(1.0, 4.0), again)
+        self.assertEqual((cell, equal), ("noise (0.0005, off 0.0003)", True))
+        self.assertFalse(clients.equality(answer(1.0, 3.9, digest="b"), answer(1.0, 4.0), again)[1])
+
+    def test_bits_that_no_sample_shows(self) -> None:
+        self.assertFalse(clients.equality(answer(1.0, digest="b"), answer(1.0), answer(1.0))[1])
+
+    def test_nan(self) -> None:
+        cell, equal = clients.equality(answer(math.nan), answer(math.nan), None)
+        self.assertEqual((cell, equal), ("not finite without graphs", False))
+        self.assertFalse(clients.equality(answer(math.nan, digest="b"), answer(1.0), answer(1.1, digest="c"))[1])
+
+    def test_other_sizes(self) -> None:
+        self.assertEqual(clients.difference(answer(1.0), answer(1.0, 2.0)), math.inf)
+
+    def test_digest_sees_values_between_the_samples(self) -> None:
+        plain = torch.zeros(1000)
+        other = plain.clone()
+        other[1] = 1.0
+        self.assertEqual(clients.seen([plain])["samples"], clients.seen([other])["samples"])
+        self.assertNotEqual(clients.seen([plain])["digest"], clients.seen([other])["digest"])
+
+
+class TestTable(unittest.TestCase):
+    def rows(self) -> dict[str, dict[str, dict[str, Any]]]:
+        error = "Unsupported: a | b\nmore"
+        first = {"off": answer(1.0) | turns(4.0, 6.0), "trees": {"error": error}}
+        first["relaunch"] = answer(1.0, **{"in graphs": 0.995}) | turns(2.0, 3.0)
+        return {"row": clients.merged([first, first], None)}
+
+    def test_cells(self) -> None:
+        off, trees, relaunch = clients.cells("row", self.rows()["row"])
+        self.assertEqual(off, ["row", "off", "bits", "5.000", "-", "10", "20", "2.0, 2.0", "3", "-", ""])
+        self.assertEqual(trees, ["", "trees", *"-------", "-", "Unsupported: a | b"])
+        self.assertEqual(relaunch[3:5] + relaunch[9:], ["2.500", "0.500", "99.5%", ""])
+
+    def test_markdown_has_a_cell_for_each_header(self) -> None:
+        lines = clients.markdown(self.rows()).splitlines()
+        self.assertEqual(len(lines), 2 + 3)
+        self.assertEqual({line.replace("\\|", "").count("|") for line in lines}, {len(clients.HEADER) + 1})
+
+    def test_failures_of_trees_are_theirs(self) -> None:
+        row = self.rows()["row"]
+        self.assertFalse(clients.failed(row))
+        self.assertTrue(clients.failed(row | {"relaunch": {"error": "no memory"}}))
+        wrong = clients.merged([{"off": answer(1.0), "relaunch": answer(2.0, digest="b")}], None)
+        self.assertTrue(clients.failed(wrong))
+
+    def test_gate_reads_the_figures(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "new.jsonl"
+            rows = {name: clients.figures(sides) for name, sides in self.rows().items()}
+            records.write(path, {"hardware": "NVIDIA H100, 1", "commit": "1"}, {"clients": rows})
+            (record,) = gate.load([path])[1]
+        self.assertEqual(record.figures["wall time"], {"ms / off": [0.5, 0.5, 0.5, 0.5]})
+        self.assertEqual(record.figures["count"], {"captures": [3]})
+
+
+@form.overlay_only
+class TestProcesses(unittest.TestCase):
+    def test_library_that_is_missing_costs_its_own_row(self) -> None:
+        """Two real processes: one of a row without a library, and one of a row whose library isn't there."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as told:
+            broken = Path(folder) / "modules" / "timm.py"
+            broken.parent.mkdir()
+            broken.write_text("raise ImportError('no timm here\\nand more')\n")
+            path = f"{broken.parent}"
+            about = {"hardware": "", "torch, cuda, triton": "", "commit": ""}
+            with (
+                unittest.mock.patch.dict("os.environ", {"PYTHONPATH": path}),
+                unittest.mock.patch.object(clients.streams, "describe", lambda: dict(about)),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
+                arguments = ["--device", "cpu", "--sides", "off", "--rows", "server,timm inference"]
+                status = clients.main([*arguments, "--out", f"{folder}/out"])
+            lines = (Path(folder) / "out" / "clients.jsonl").read_text().splitlines()
+        good, bad = map(json.loads, lines)
+        self.assertEqual(status, 1)
+        self.assertEqual(good["sides"]["off"]["values"], "bits")
+        self.assertEqual(bad["sides"]["off"]["error"], "ImportError: no timm here\nand more")
+        self.assertRegex(told.getvalue(), r"timm inference +off +- .* ImportError: no timm here\n")
+
+    def test_process_that_is_too_late_costs_its_own_row(self) -> None:
+        """Nothing answers "ready" in a hundredth of a second."""
+        args = argparse.Namespace(limit=60.0, timeout=0.01, out=None, jobs=1, device="cpu", steps=1, autotune=False)
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(clients.Runs(args).once("server", "off"), {"error": "no answer in time"})
+
+
+if __name__ == "__main__":
+    unittest.main()
