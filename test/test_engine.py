@@ -867,17 +867,15 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn("TORCH_OVERLAY_STREAMS is set in the environment", result.stdout)
         self.assertRegex(result.stdout, r"streams\W+off")
 
-    def test_status_when_disabled_by_the_environment(self) -> None:
-        result = self.command("status", TORCH_OVERLAY_DISABLE="1")
-        self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertIn("TORCH_OVERLAY_DISABLE=1", result.stdout)
-
     def test_commands_when_disabled_by_the_environment(self) -> None:
-        result = self.command("check", "model.py:f", TORCH_OVERLAY_DISABLE="1")
-        self.assertEqual((result.returncode, result.stdout), (2, ""))
-        self.assertRegex(result.stderr, r"^check: needs the overlay, .*: TORCH_OVERLAY_DISABLE=1 is set .*\n$")
-        result = self.command("explain", "no.py", TORCH_OVERLAY_DISABLE="1")
-        self.assertRegex(result.stderr, r"^explain: this is stock PyTorch, .*: TORCH_OVERLAY_DISABLE=1 is set .*\n")
+        code = "from torch_overlay.__main__ import main\n"
+        code += (
+            "for command in ['status'], ['check', 'model.py:f'], ['explain', 'no.py']: print('status', main(command))"
+        )
+        result = form.run_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
+        self.assertRegex(result.stdout, "(?s)TORCH_OVERLAY_DISABLE=1.*status 0\nstatus 2\nstatus 2\n$")
+        for what in ("check: needs the overlay, ", "explain: this is stock PyTorch, "):
+            self.assertRegex(result.stderr, rf"(?m)^{what}.*: TORCH_OVERLAY_DISABLE=1 is set .*$")
 
     @form.slow
     def test_a_package_that_is_not_whole_is_one_clear_error(self) -> None:

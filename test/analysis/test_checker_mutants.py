@@ -52,7 +52,7 @@ class TestTool(TestCase):
 
 
 class TestCompiledPrograms(TestCase):
-    @parametrize("name,mode", form.sampled(SOME, 9))
+    @parametrize("name,mode", form.sampled(SOME, 13))
     def test_mutants(self, name: str, mode: str) -> None:
         with plan_contract.requests() as requests:
             report = corpus.check_program(by_name(name), None if mode == "default" else mode)

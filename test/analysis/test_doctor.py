@@ -24,7 +24,7 @@ import form
 import torch_overlay
 from torch_overlay._cli import check, doctor, explain, timeline
 from torch_overlay._inductor.relaunch import coverage
-from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager as waits, Finding, Trial, Work
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, Finding, Trial, Work
 from torch_overlay.analysis.doctor.diagnose import _Job, guards_us, logged
 from torch_overlay.analysis.doctor.diagnosis import VARY
 from torch_overlay.analysis.doctor.eager import Eager
@@ -596,7 +596,7 @@ class TestResults(unittest.TestCase):
         self.enterContext(mock.patch("torch.cuda.synchronize"))
         self.enterContext(mock.patch("torch.cuda.get_device_name", return_value="none"))
         self.enterContext(mock.patch.object(sys.modules[diagnose.__module__], "TIMED", 1))
-        self.enterContext(mock.patch.object(waits, "noted_waits", lambda: contextlib.nullcontext({})))
+        self.enterContext(mock.patch.object(eager, "noted_waits", lambda: contextlib.nullcontext({})))
         self.addCleanup(torch._dynamo.reset)
 
     def results(self, fn: Callable[..., Any], remedy: Callable[..., Any], *args: Any, backend: str = "eager") -> str:
@@ -654,25 +654,25 @@ class TestWaits(unittest.TestCase):
     def wait(self, name: str = __name__, path: str = __file__) -> None:
         """Wait, as a function of the module with this name and file."""
         code = compile("def wait(): warn(text)", path, "exec")
-        scope = {"__name__": name, "warn": warnings.warn, "text": f"test {waits.TEXT}"}
+        scope = {"__name__": name, "warn": warnings.warn, "text": f"test {eager.TEXT}"}
         exec(code, scope)
         scope["wait"]()
 
     def test_mode_says_nothing(self) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            with waits.noted_waits():
+            with eager.noted_waits():
                 pass
         self.assertEqual(said, [])
 
     def test_waits_of_captures_and_before_compiled_code_are_not_the_programs(self) -> None:
-        with waits.noted_waits() as noted:
+        with eager.noted_waits() as noted:
             self.wait()
             with mock.patch.object(coverage, "live", {object()}):
                 self.wait()
-                self.wait(f"{waits.CAPTURES}recording", sys.modules[coverage.__name__].__file__ or "")
-                self.wait("torch._inductor.runtime.benchmarking", f"{waits.TUNES}benchmarking.py")
-                with mock.patch.object(waits, "_is_compiling", lambda: True):
+                self.wait(f"{eager.CAPTURES}recording", sys.modules[coverage.__name__].__file__ or "")
+                self.wait("torch._inductor.runtime.benchmarking", f"{eager.TUNES}benchmarking.py")
+                with mock.patch.object(eager, "_is_compiling", lambda: True):
                     self.wait()
         self.assertEqual(noted.total(), 1, noted)
 

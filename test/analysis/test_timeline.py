@@ -23,11 +23,11 @@ from torch_overlay._cli.timeline import main
 from torch_overlay._functorch.offload import log
 from torch_overlay.analysis import check, Timeline, timeline, Trace
 from torch_overlay.analysis.race_check.trace import HOST
-from torch_overlay.analysis.timelines import lines as timeline_lines, profile as timeline_profile
+from torch_overlay.analysis.timelines import profile
 from torch_overlay.analysis.timelines.clock import Cost, schedule
 from torch_overlay.analysis.timelines.json import events
 from torch_overlay.analysis.timelines.layout import CHARACTER, LEFT, MARGIN, WIDTH
-from torch_overlay.analysis.timelines.lines import own_line, readable
+from torch_overlay.analysis.timelines.lines import functions, own_line, readable
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -58,7 +58,7 @@ class Program:
 
 
 def of_trace(*args: Any) -> Timeline:
-    return Timeline(**timeline_profile.of_trace(*args))
+    return Timeline(**profile.of_trace(*args))
 
 
 def fork_and_join() -> Program:
@@ -764,7 +764,7 @@ class TestProfile(TestCase):
         """A compiled program, and a profile of its CUDA graph: its kernels by stream, all of one launch."""
         with simulated_gpu():
             seen = compile_only(three_branches([torch.cuda.Stream() for _ in range(3)]), square(256))
-        (rows,) = timeline_lines.functions(seen.wrappers[0], seen.regions[0].lines)
+        (rows,) = functions(seen.wrappers[0], seen.regions[0].lines)
         found: list[dict[str, Any]] = []
         streams: list[str] = []
         for at, row in enumerate(r for r in rows if r.kind == "launch"):

@@ -974,21 +974,21 @@ class TestDecision(TestCase):
 
     def test_plan_of_the_graph_and_of_the_schedule_agree(self) -> None:
         """The peak that the choice is made by is the one that the final schedule has."""
-        from torch_overlay._inductor.offload import schedule as offload_schedule
+        from torch_overlay._inductor.offload.schedule import Schedule
 
         highest = []
-        place = offload_schedule.Schedule.place
+        place = Schedule.place
 
         def keep(schedule: Any) -> Any:
             highest.append(max(schedule.live(set())))
             return place(schedule)
 
-        with mock.patch.object(offload_schedule.Schedule, "place", keep):
+        with mock.patch.object(Schedule, "place", keep):
             seen = self.compile({"budget_gb": 0.024, "min_bytes": 0})
         self.assertLessEqual(abs(max(highest) - seen.offloads[0].choice.peak), 4.3e6)
 
     def test_schedule_counts_views_of_one_tensor_once(self) -> None:
-        from torch_overlay._inductor.offload import schedule as offload_schedule
+        from torch_overlay._inductor.offload.schedule import Schedule
 
         def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             parts = [part.transpose(0, 1) for part in (x @ w).chunk(4, 1)]
@@ -996,7 +996,7 @@ class TestDecision(TestCase):
             return torch.tanh(y).sum()
 
         saved = []
-        place = offload_schedule.Schedule.place
+        place = Schedule.place
 
         def keep(schedule: Any) -> Any:
             saved.append(schedule.saved())
@@ -1005,7 +1005,7 @@ class TestDecision(TestCase):
         with simulated_gpu(), torch.device("cuda"):
             x, w = torch.randn(512, 512), torch.randn(512, 2048, requires_grad=True)
         with (
-            mock.patch.object(offload_schedule.Schedule, "place", keep),
+            mock.patch.object(Schedule, "place", keep),
             offloading({"budget_gb": 0.01, "min_bytes": 0}),
         ):
             (report,) = compile_only(fn, x, w, backward=True).offloads

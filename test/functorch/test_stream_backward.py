@@ -147,7 +147,7 @@ class TestPrograms(TestCase):
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
-    @parametrize("name", form.sampled(DRAWN, 25))
+    @parametrize("name", form.sampled(DRAWN, 35))
     def test_drawn(self, name: str) -> None:
         for fold in (False, True):
             try:

@@ -72,12 +72,12 @@ def program(steps: list[tuple[str, int, str, int, int]], returned: list[int]) ->
 
 def split_lists(graph: torch.fx.Graph) -> None:
     """As `place_streams` does, which asks for the devices."""
-    from torch_overlay._functorch.streams import program as blocking_copies
+    from torch_overlay._functorch.streams.program import split_lists
 
     device = torch.device("cuda")
     for node in graph.find_nodes(op="call_function", target=aten._foreach_copy.default):
         with mock.patch.dict(node.args[0][0].meta, {"val": mock.Mock(device=device)}):
-            blocking_copies.split_lists(graph)
+            split_lists(graph)
 
 
 def is_marked(node: torch.fx.Node) -> bool:

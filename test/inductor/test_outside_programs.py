@@ -16,7 +16,8 @@ import form
 from outside_programs import by_name, PROGRAMS, run
 from outside_programs._program import causes_of
 from torch_overlay._dynamo import registry
-from torch_overlay._inductor.relaunch import causes as refusals, coverage
+from torch_overlay._inductor.relaunch import coverage
+from torch_overlay._inductor.relaunch.causes import _refused
 from torch_overlay.testing import observe, simulated_gpu
 
 
@@ -28,7 +29,7 @@ class TestCompiled(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.enterContext(mock.patch.object(registry, "_has_streams", False))  # another test's programs had streams
-        refusals._refused.clear()
+        _refused.clear()
 
     @parametrize("name", form.sampled(COMPILED, 5))
     def test_causes(self, name: str) -> None:

@@ -24,7 +24,7 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
+from stand_ins.relaunch_case import ADD, GpuTestCase, host, Native, region, RelaunchTestCase
 from stand_ins.relaunch_device import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, runner, runners, split_off
@@ -124,9 +124,9 @@ class TestLifeOfARegion(RelaunchTestCase):
         class Garbage:
             def __del__(self):
                 relaunched = counted("relaunches")
-                for region in (run, other):
+                for each in (run, other):
                     x, w = torch.randn(4, 4), torch.randn(4, 4)
-                    inside.append(torch.equal(region([x, w])[0], x * w + x))
+                    inside.append(torch.equal(each([x, w])[0], x * w + x))
                 inside.append(counted("relaunches") == relaunched)
 
         def collecting(launcher):
@@ -139,9 +139,9 @@ class TestLifeOfARegion(RelaunchTestCase):
 
         def work():
             for _ in range(4):
-                for region in (run, other):
+                for each in (run, other):
                     x, w = torch.randn(4, 4), torch.randn(4, 4)
-                    self.assertEqual(region([x, w])[0], x * w + x)
+                    self.assertEqual(each([x, w])[0], x * w + x)
 
         with mock.patch.object(Launcher, "replay", collecting):
             thread = threading.Thread(target=work, daemon=True)
@@ -164,15 +164,12 @@ class TestLifeOfARegion(RelaunchTestCase):
                 self.assertTrue(lock.acquire(blocking=False))
                 lock.release()
         with run.states.lock, allocations._hooks_lock:
-            for _ in range(3):
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, 3)
         self.assertEqual(self.counted("relaunches"), 2)
 
     def test_region_that_is_called_while_its_graphs_are_given_up(self):
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         called = []
         (state,) = run.states.values()
         weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
@@ -184,8 +181,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         gc.collect()
         before = runners.counts()
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
         del run
         gc.collect()
@@ -196,9 +192,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         before = runners.counts()
         run = self.runner(ADD)
         for _rounds in range(2):
-            for _ in range(3):
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, 3)
             self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
             torch._dynamo.reset()
             gc.collect()
@@ -224,8 +218,7 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_module_gets_its_allocator_back(self):
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
 
@@ -269,14 +262,7 @@ class TestClosure(RelaunchTestCase):
 
 
 class TestKeys(RelaunchTestCase):
-    SIZED = """
-def region(args):
-    x, n = args
-    args.clear()
-    buf0 = empty_strided_cuda((n,), (1,), torch.float32)
-    torch.mul(x, n, out=buf0)
-    return (buf0, n)
-"""
+    SIZED = region("x, n", "buf0 = torch.mul(x, n, out=new(n))", "return (buf0, n)")
 
     def test_a_graph_for_each_number(self):
         run = self.runner(self.SIZED)
@@ -304,28 +290,18 @@ def region(args):
         self.assertIn("cudagraph_templates", causes.refusals()[0])
 
     def test_number_in_host_memory_is_a_part_of_the_key(self):
-        run = self.runner("""
-def region(args):
-    x, s = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.mul(x, s.item(), out=buf0)
-    return (buf0,)
-""")
+        run = self.runner(region("x, s", "buf0 = torch.mul(x, s.item(), out=new(4))", "return (buf0,)"))
         for value in (2.0, 3.0, 2.0, 3.0, 2.0, 3.0):
             x, s = torch.randn(4), torch.tensor(value)
             s.on_host = True
             self.assertEqual(run([x, s])[0], x * value)
         self.assertEqual(self.counted("captures"), 2)
 
-    SCALED = """
-def region(args):
-    x, s = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float64)
-    torch.mul(x, 1 / s if s else math.copysign(math.inf, s), out=buf0)
-    return (buf0, s)
-"""
+    SCALED = region(
+        "x, s",
+        "buf0 = torch.mul(x, 1 / s if s else math.copysign(math.inf, s), out=new(4, dtype=torch.float64))",
+        "return (buf0, s)",
+    )
 
     def check_floats(self, values, captures, place=lambda value: value, **options):
         run = self.runner(self.SCALED.replace("/ s", "/ float(s)"), math=math, **options)
@@ -358,7 +334,7 @@ def region(args):
         self.check_floats([math.nan, -0.0], 2, verify=True)
 
     def test_number_of_another_type_is_another_number(self):
-        source = "def region(args):\n    x, n = args\n    args.clear()\n    return (torch.neg(x), n)\n"
+        source = region("x, n", "return (torch.neg(x), n)")
         run = self.runner(source)
         values = [True, 1, 1.0, 1 + 0j, 2**53, 2.0**53, 2**53 + 1, (1, 0.0), (1, -0.0), (True, 0.0), [1, (0.0,)], None]
         for value in values * 3:
@@ -381,14 +357,7 @@ def region(args):
 
     def test_tensor_in_host_memory_that_has_grown_has_no_graph(self):
         """Its address says nothing of its values."""
-        run = self.runner("""
-def region(args):
-    x, s = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.mul(x, s.sum().item(), out=buf0)
-    return (buf0,)
-""")
+        run = self.runner(region("x, s", "buf0 = torch.mul(x, s.sum().item(), out=new(4))", "return (buf0,)"))
         grown = host([0.0] * 9)
         for n in range(4):
             for s in (host([2.0, 3.0]), grown.fill_(n)):
@@ -414,15 +383,7 @@ def region(args):
 class TestCopyOnWrite(RelaunchTestCase):
     """A tensor of torch._lazy_clone lies where its base does, until somebody asks for memory to write to."""
 
-    ACCUMULATE = """
-def region(args):
-    x, y = args
-    args.clear()
-    x.add_(y)
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0, x)
-"""
+    ACCUMULATE = region("x, y", "x.add_(y)", "buf0 = torch.neg(x, out=new(4))", "return (buf0, x)")
 
     def check(self, place, *, static=(), calls=6, verify=False):
         """`place` makes an input, and what shares its memory and is to stay as it is."""
@@ -476,16 +437,7 @@ def region(args):
         self.check(place, verify=True)
 
     def test_two_clones_of_one_base(self):
-        source = """
-def region(args):
-    x, y, z = args
-    args.clear()
-    x.add_(1)
-    y.mul_(2)
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.add(x, z, out=buf0)
-    return (buf0,)
-"""
+        source = region("x, y, z", "x.add_(1)", "y.mul_(2)", "buf0 = torch.add(x, z, out=new(4))", "return (buf0,)")
         run = self.runner(source, mutated=[0, 1])
         for _ in range(5):
             base = torch.randn(4)
@@ -494,14 +446,7 @@ def region(args):
             self.assertEqual((x, y, base), (kept + 1, kept * 2, kept))
 
     def test_clone_that_is_read_and_returned(self):
-        source = """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0, x, x.view(2, 2))
-"""
+        source = region("x", "buf0 = torch.neg(x, out=new(4))", "return (buf0, x, x.view(2, 2))")
         run = self.runner(source, saved=[1])
         for _ in range(6):
             base = torch.randn(4)
@@ -535,14 +480,7 @@ class TestOutputs(RelaunchTestCase):
 
     def test_none_numbers_and_a_repeated_output(self):
         _, results = self.check(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (None, buf0, 7, buf0, 2.5)
-""",
+            region("x", "buf0 = torch.neg(x, out=new(4))", "return (None, buf0, 7, buf0, 2.5)"),
             lambda: [torch.randn(4)],
             lambda x: (None, -x, 7, -x, 2.5),
         )
@@ -550,14 +488,7 @@ def region(args):
 
     def test_views_of_one_storage(self):
         _, results = self.check(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0[1:], buf0.t(), buf0)
-""",
+            region("x", "buf0 = torch.neg(x, out=new(4, 4))", "return (buf0[1:], buf0.t(), buf0)"),
             lambda: [torch.randn(4, 4)],
             lambda x: ((-x)[1:], (-x).t(), -x),
         )
@@ -566,28 +497,18 @@ def region(args):
 
     def test_view_of_another_type(self):
         self.check(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0.view(torch.int32)[1:], x.view(torch.int32))
-""",
+            region("x", "buf0 = torch.neg(x, out=new(4))", "return (buf0.view(torch.int32)[1:], x.view(torch.int32))"),
             lambda: [torch.randn(4)],
             lambda x: ((-x).view(torch.int32)[1:], x.view(torch.int32)),
         )
 
     def test_input_and_views_of_it(self):
         _, results = self.check(
-            """
-def region(args):
-    x, y = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.add(x, y, out=buf0)
-    return (buf0, x, y.t(), torch.as_strided(y, (2,), (3,), 4))
-""",
+            region(
+                "x, y",
+                "buf0 = torch.add(x, y, out=new(4, 4))",
+                "return (buf0, x, y.t(), torch.as_strided(y, (2,), (3,), 4))",
+            ),
             lambda: [torch.randn(4, 4), torch.randn(4, 4)],
             lambda x, y: (x + y, x, y.t(), torch.as_strided(y, (2,), (3,), 4)),
         )
@@ -597,28 +518,17 @@ def region(args):
 
     def test_view_of_an_input_that_is_itself_a_view(self):
         self.check(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((2, 4), (4, 1), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0, torch._C._dynamo.guards._reinterpret_tensor(x, (4,), (1,), 4))
-""",
+            region(
+                "x",
+                "buf0 = torch.neg(x, out=new(2, 4))",
+                "return (buf0, torch._C._dynamo.guards._reinterpret_tensor(x, (4,), (1,), 4))",
+            ),
             lambda: [torch.randn(6, 4)[4:]],
             lambda x: (-x, x[1]),
         )
 
     def test_mutated_input(self):
-        source = """
-def region(args):
-    x, y = args
-    args.clear()
-    x.add_(y)
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0, x)
-"""
+        source = region("x, y", "x.add_(y)", "buf0 = torch.neg(x, out=new(4))", "return (buf0, x)")
         run = self.runner(source, mutated=[0], verify=True)
         for _ in range(5):
             x, y = torch.randn(4), torch.randn(4)
@@ -629,17 +539,14 @@ def region(args):
 
     def test_storage_that_an_operator_allocates(self):
         run, results = self.check(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = torch.ops.aten.sort.default(x)
-    buf1 = buf0[0]
-    buf2 = buf0[1]
-    buf3 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.mul(buf1, 2, out=buf3)
-    return (buf3, buf2, buf1)
-""",
+            region(
+                "x",
+                "buf0 = torch.ops.aten.sort.default(x)",
+                "buf1 = buf0[0]",
+                "buf2 = buf0[1]",
+                "buf3 = torch.mul(buf1, 2, out=new(4))",
+                "return (buf3, buf2, buf1)",
+            ),
             lambda: [torch.randn(4)],
             lambda x: (x.sort()[0] * 2, x.sort()[1], x.sort()[0]),
         )
@@ -652,16 +559,14 @@ def region(args):
         exec("def tune(x):\n    return x.clone() + x.sort()[0]", tuner)
         to_tune = [tuner["tune"]]
         run = self.runner(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    if to_tune:
-        to_tune.pop()(x)
-    buf0 = torch.ops.aten.sort.default(x)
-    buf1 = torch.ops.aten.neg.default(buf0[0])
-    return (buf1, buf0[1])
-""",
+            region(
+                "x",
+                "if to_tune:",
+                "    to_tune.pop()(x)",
+                "buf0 = torch.ops.aten.sort.default(x)",
+                "buf1 = torch.ops.aten.neg.default(buf0[0])",
+                "return (buf1, buf0[1])",
+            ),
             to_tune=to_tune,
         )
         with mock.patch.object(capture.Capture, "run", autospec=True, side_effect=capture.Capture.run) as captures:
@@ -683,17 +588,13 @@ def region(args):
             return tensor_at(where.pop(), *args) if where and args[0] != (2,) else made
 
         run = self.runner(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((2,), (1,), torch.float32)
-    torch.sub(x[:2], x[2:], out=buf0)
-    del x
-    buf1 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.cat([buf0, buf0], out=buf1)
-    return (buf1,)
-""",
+            region(
+                "x",
+                "buf0 = torch.sub(x[:2], x[2:], out=new(2))",
+                "del x",
+                "buf1 = torch.cat([buf0, buf0], out=new(4))",
+                "return (buf1,)",
+            ),
             empty_strided_cuda=allocate,
         )
         for n in range(4):
@@ -739,17 +640,15 @@ def region(args):
 
     def test_empty_zero_dimensional_and_expanded(self):
         self.check(
-            """
-def region(args):
-    x, e, z = args
-    args.clear()
-    buf0 = empty_strided_cuda((), (), torch.float32)
-    torch.add(z, 1, out=buf0)
-    buf1 = empty_strided_cuda((0, 3), (3, 1), torch.float32)
-    buf2 = empty_strided_cuda((3, 2), (1, 4), torch.float32)
-    buf2.copy_(x)
-    return (buf0, buf1, buf2, e, buf0.expand(3))
-""",
+            region(
+                "x, e, z",
+                "buf0 = empty_strided_cuda((), (), torch.float32)",
+                "torch.add(z, 1, out=buf0)",
+                "buf1 = new(0, 3)",
+                "buf2 = empty_strided_cuda((3, 2), (1, 4), torch.float32)",
+                "buf2.copy_(x)",
+                "return (buf0, buf1, buf2, e, buf0.expand(3))",
+            ),
             lambda: [torch.randn(3, 2), torch.empty(0, 5), torch.randn(())],
             lambda x, e, z: (
                 z + 1,
@@ -765,14 +664,7 @@ def region(args):
             with self.subTest(dtype):
                 counters.clear()
                 self.check(
-                    """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 8), (8, 1), x.dtype)
-    buf0.copy_(x)
-    return (buf0, buf0[1])
-""",
+                    region("x", "buf0 = new(4, 8, dtype=x.dtype)", "buf0.copy_(x)", "return (buf0, buf0[1])"),
                     lambda dtype=dtype: [torch.randint(0, 2, (4, 8)).to(dtype)],
                     lambda x: (x, x[1]),
                 )
@@ -780,14 +672,7 @@ def region(args):
     def test_tensor_of_the_module(self):
         constant = torch.arange(4.0)
         _, results = self.check(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.add(x, constant, out=buf0)
-    return (buf0, constant)
-""",
+            region("x", "buf0 = torch.add(x, constant, out=new(4))", "return (buf0, constant)"),
             lambda: [torch.randn(4)],
             lambda x: (x + constant, constant),
             constant=constant,
@@ -795,18 +680,14 @@ def region(args):
         self.assertIs(results[-1][1][1], constant)
 
     def test_saved_outputs_share_one_allocation(self):
-        source = """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    buf1 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.mul(x, 2, out=buf1)
-    buf2 = empty_strided_cuda((2, 4), (4, 1), torch.int64)
-    torch.ops.aten.fill_(buf2, 3)
-    return (buf0, buf1, buf2, x)
-"""
+        source = region(
+            "x",
+            "buf0 = torch.neg(x, out=new(4))",
+            "buf1 = torch.mul(x, 2, out=new(4))",
+            "buf2 = new(2, 4, dtype=torch.int64)",
+            "torch.ops.aten.fill_(buf2, 3)",
+            "return (buf0, buf1, buf2, x)",
+        )
         _, results = self.check(
             source,
             lambda: [torch.randn(4)],
@@ -883,16 +764,9 @@ class TestAlignment(RelaunchTestCase):
 
     def test_misaligned_static_input_stays_where_it_is(self):
         """The region was compiled for it."""
-        source = """
-def region(args):
-    x, w = args
-    args.clear()
-    assert w.data_ptr() % 16 == 4
-    w.add_(x)
-    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.neg(w, out=buf0)
-    return (buf0,)
-"""
+        source = region(
+            "x, w", "assert w.data_ptr() % 16 == 4", "w.add_(x)", "buf0 = torch.neg(w, out=new(4, 4))", "return (buf0,)"
+        )
         run = self.runner(source, static=[1], mutated=[1])
         w = self.at(4)
         with mock.patch.object(compiled_region, "clone_flat", side_effect=AssertionError("it is copied")):
@@ -905,14 +779,7 @@ def region(args):
 
     def test_misaligned_input_that_is_written(self):
         run = self.runner(
-            """
-def region(args):
-    x, = args
-    args.clear()
-    assert x.data_ptr() % 16 == 0
-    x.add_(1)
-    return (x.t(),)
-""",
+            region("x", "assert x.data_ptr() % 16 == 0", "x.add_(1)", "return (x.t(),)"),
             mutated=[0],
         )
         for skew in (4, 4, 0, 8, 4):
@@ -923,12 +790,8 @@ def region(args):
         self.assertEqual(view.data_ptr(), x.data_ptr())
 
     def test_misaligned_input_that_a_partition_returns_and_the_next_one_writes(self):
-        first = self.runner(
-            "def region(args):\n    x, = args\n    args.clear()\n    return (x.sum(), x)\n", mutated=[0]
-        )
-        second = self.runner(
-            "def region(args):\n    x, = args\n    args.clear()\n    x.add_(1)\n    return ()\n", mutated=[0]
-        )
+        first = self.runner(region("x", "return (x.sum(), x)"), mutated=[0])
+        second = self.runner(region("x", "x.add_(1)", "return ()"), mutated=[0])
         for skew in (4, 4, 0, 8, 4):
             x = self.at(skew)
             wanted = x + 1
@@ -943,7 +806,7 @@ def region(args):
         kind = {"device_index": 0, "is_backward": False, "is_inference": True}
         code = describe.describe_partition(graph, 0, (), stack_traces=[""], **kind)
         run = self.runner(
-            "def region(args):\n    x, = args\n    args.clear()\n    x.mul_(2)\n    return (x,)\n",
+            region("x", "x.mul_(2)", "return (x,)"),
             mutated=code.mutated_inputs,
         )
         for skew in (4, 0, 4, 8):
@@ -953,14 +816,7 @@ def region(args):
 
     def test_what_lies_between_the_elements_of_a_misaligned_input_is_not_copied_back(self):
         """Another input may have written it: AOTAutograd has no common base for columns that don't overlap."""
-        source = """
-def region(args):
-    x, y = args
-    args.clear()
-    x.mul_(2)
-    y.mul_(3)
-    return ()
-"""
+        source = region("x, y", "x.mul_(2)", "y.mul_(3)", "return ()")
         for first, second in ((slice(1, 3), slice(3, 6)), (slice(4, 8), slice(1, 3))):
             run = self.runner(source, mutated=[0, 1])
             for _ in range(4):
@@ -995,8 +851,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
 
     def test_launch_inside_of_a_launch_says_so(self):
         run, errors = self.runner(ADD), []
-        for _ in range(2):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 2)
         (state,) = run.states.values()
         replay = Launcher.replay
 
@@ -1008,8 +863,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
             replay(launcher)
 
         with mock.patch.object(Launcher, "replay", nested):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run)
         self.assertEqual(errors, ["launch() inside of a launch"])
 
     def test_only_what_moved_is_patched(self):
@@ -1121,8 +975,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
 
     def test_wrong_arguments(self):
         run = self.runner(ADD)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         call = next(iter(run.states.values())).relaunch.call
         with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
             call.launch([torch.randn(4, 4)])
@@ -1179,13 +1032,11 @@ class TestStreamAndRawMemory(Native):
 
     def warm(self, **kwargs):
         run = self.runner(ADD, static=[1], **kwargs)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         return run
 
     def check(self, run):
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run)
 
     def test_scratch_is_freed_after_each_launch(self):
         run = self.warm()
@@ -1291,16 +1142,12 @@ class TestKeysInC(Native, TestKeys):
 class TestOutputsInC(Native, TestOutputs):
     def test_output_that_can_not_be_made(self):
         """No memory for one of no elements, or memory that can't be viewed as what is saved."""
-        source = """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    buf1 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.mul(x, 2, out=buf1)
-    return (buf0, buf1, empty_strided_cuda((0, 3), (3, 1), torch.float32))
-"""
+        source = region(
+            "x",
+            "buf0 = torch.neg(x, out=new(4))",
+            "buf1 = torch.mul(x, 2, out=new(4))",
+            "return (buf0, buf1, empty_strided_cuda((0, 3), (3, 1), torch.float32))",
+        )
         allocate, fails = self.device.empty, set()
 
         def empty(size, stride, dtype):
@@ -1330,16 +1177,13 @@ class TestAlignmentInC(Native, TestAlignment):
 class TestRandomNumbers(RelaunchTestCase):
     """The generators' memory needs a GPU; what is found out before does not."""
 
-    DRAWS = """
-def region(args):
-    x, g = args
-    args.clear()
-    if times:
-        (g or default).offset += times.pop()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0,)
-"""
+    DRAWS = region(
+        "x, g",
+        "if times:",
+        "    (g or default).offset += times.pop()",
+        "buf0 = torch.neg(x, out=new(4))",
+        "return (buf0,)",
+    )
 
     def captured_with(self, generator, times):
         run = self.runner(self.DRAWS, default=self.device.generator, times=times)
@@ -1375,9 +1219,7 @@ class TestFailures(RelaunchTestCase):
         """So does one that draws random numbers and did not at its first call."""
         run = self.runner(ADD)
         self.device.kept = [512, 512]
-        for _ in range(4):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 4)
         (refusal,) = causes.refusals()
         self.assertIn("[kept]: 1024 bytes that it allocated are still in use when it has ended", refusal)
         self.assertEqual(len(self.device.random), 1)
@@ -1385,18 +1227,14 @@ class TestFailures(RelaunchTestCase):
     def test_capture_that_fails_is_tried_again(self):
         run = self.runner(ADD)
         self.device.fail_captures = 1
-        for _ in range(5):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 5)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual(causes.refusals(), [])
 
     def test_capture_that_keeps_failing_is_given_up(self):
         run = self.runner(ADD)
         self.device.fail_captures = 100
-        for _ in range(8):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 8)
         self.assertEqual(self.device.fail_captures, 94)  # each time once more, to see in which operator
         self.assertEqual(
             causes.refusals(),
@@ -1445,32 +1283,23 @@ class TestFailures(RelaunchTestCase):
 
     def test_region_whose_launches_differ_is_refused(self):
         run = self.runner(
-            ADD.replace("torch.mul(x, w, out=buf0)", "torch.mul(x, w, out=buf0)\n    next(more)()"),
+            ADD.replace("    buf1 =", "    next(more)()\n    buf1 ="),
             more=iter([int, int, lambda: torch.ones(2).neg_(), int, lambda: torch.ones(2).neg_(), int, int]),
         )
-        for _ in range(3):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 3)
         self.assertRegex(causes.refusals()[0], r"\[(nodes|layout)\]")
 
     def test_sparse_input_is_refused(self):
         for kind in ("sparse_coo", "sparse_csr"):  # which has no strides
             causes._refused.clear()
-            run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+            run = self.runner(region("x", "return (x.to_dense(),)"))
             for _ in range(3):
                 self.assertEqual(run([torch.eye(2).to_sparse(layout=getattr(torch, kind))])[0], torch.eye(2))
             self.assertIn(f"[input]: input 0 is not a plain tensor: torch.{kind}", causes.refusals()[0])
 
     def test_output_with_a_bit_that_its_memory_does_not_show_is_refused(self):
         """Inductor calls aten._conj for x.conj(): the result has the memory of x, and a bit."""
-        source = """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.complex64)
-    torch.mul(x, 2, out=buf0)
-    return ({},)
-"""
+        source = region("x", "buf0 = torch.mul(x, 2, out=new(4, dtype=torch.complex64))", "return ({},)")
         for text in ("aten._conj.default(buf0)", "aten._neg_view.default(buf0)", "aten._conj.default(buf0 + 1)"):
             causes._refused.clear()
             run = self.runner(source.format(text))
@@ -1481,7 +1310,7 @@ def region(args):
             self.assertIn("[output]: output 0 is not a plain tensor", causes.refusals()[0])
 
     def test_sparse_input_is_no_seed_of_attention(self):
-        run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+        run = self.runner(region("x", "return (x.to_dense(),)"))
         x = torch.ones(1, dtype=torch.int64)
         for _ in range(3):
             self.assertEqual(run([x.to_sparse()])[0], x)
@@ -1560,8 +1389,7 @@ class TestFailuresInC(Native, TestFailures):
 class TestVerify(RelaunchTestCase):
     def test_wrong_pointer_is_found_and_named(self):
         run = self.runner(ADD, verify=True)
-        for _ in range(3):
-            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.add(run, 3)
         (launcher,) = self.device.launchers
         patch = launcher.patch
         other = torch.randn(4, 4)

@@ -16,7 +16,7 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
-from stand_ins.relaunch_case import host, Native, RelaunchTestCase
+from stand_ins.relaunch_case import host, Native, region, RelaunchTestCase
 from stand_ins.relaunch_device import SizedKernel, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
@@ -54,30 +54,28 @@ def transpose(grid, x, out, rows, cols):
 CEIL = "-(({}) // -4)"
 
 # sin's place is taken by products: what is checked is where kernels read and write, and how much.
-REGION = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    assert_size_stride(x, (n, m), (m, 1))
-    buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    xnumel = n * m
-    scale.run(x, buf0, 2, xnumel, stream=0)
-    buf1 = empty_strided_cuda((1 + 2 * n, m), (m, 1), torch.float64)
-    buf2 = reinterpret_tensor(buf1, (n, m), (m, 1), 0)
-    scale.run(buf0, buf2, 3, xnumel, stream=0)
-    buf3 = reinterpret_tensor(buf1, (n, m), (m, 1), m * n)
-    add.run(x, buf0, buf3, xnumel, stream=0)
-    del x
-    buf4 = reinterpret_tensor(buf1, (1, m), (m, 1), 2 * m * n)
-    scale.run(buf0, buf4, 5, m, stream=0)
-    del buf2, buf3, buf4
-    buf5 = empty_strided_cuda((m, n), (n, 1), torch.float64)
-    transpose.run(buf0, buf5, n, m, stream=0)
-    del buf0
-    buf6 = empty_strided_cuda((m, n), (n, 1), torch.float64)
-    scale.run(buf5, buf6, 7, xnumel, stream=0)
-    return (buf6, buf1, reinterpret_tensor(buf1, (n + 1, m), (m, 1), n * m), n + m, buf6, None, n)
-"""
+REGION = region(
+    "x, n, m",
+    "assert_size_stride(x, (n, m), (m, 1))",
+    "buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+    "xnumel = n * m",
+    "scale.run(x, buf0, 2, xnumel, stream=0)",
+    "buf1 = empty_strided_cuda((1 + 2 * n, m), (m, 1), torch.float64)",
+    "buf2 = reinterpret_tensor(buf1, (n, m), (m, 1), 0)",
+    "scale.run(buf0, buf2, 3, xnumel, stream=0)",
+    "buf3 = reinterpret_tensor(buf1, (n, m), (m, 1), m * n)",
+    "add.run(x, buf0, buf3, xnumel, stream=0)",
+    "del x",
+    "buf4 = reinterpret_tensor(buf1, (1, m), (m, 1), 2 * m * n)",
+    "scale.run(buf0, buf4, 5, m, stream=0)",
+    "del buf2, buf3, buf4",
+    "buf5 = empty_strided_cuda((m, n), (n, 1), torch.float64)",
+    "transpose.run(buf0, buf5, n, m, stream=0)",
+    "del buf0",
+    "buf6 = empty_strided_cuda((m, n), (n, 1), torch.float64)",
+    "scale.run(buf5, buf6, 7, xnumel, stream=0)",
+    "return (buf6, buf1, reinterpret_tensor(buf1, (n + 1, m), (m, 1), n * m), n + m, buf6, None, n)",
+)
 
 
 def expected(x, n, m):
@@ -204,15 +202,13 @@ class TestAnySize(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(self.captures(), 2)
 
     def test_mutated_input(self):
-        source = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    scale.run(x, x, 2, n * m, stream=0)
-    buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    scale.run(x, buf0, 3, n * m, stream=0)
-    return (x, buf0)
-"""
+        source = region(
+            "x, n, m",
+            "scale.run(x, x, 2, n * m, stream=0)",
+            "buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+            "scale.run(x, buf0, 3, n * m, stream=0)",
+            "return (x, buf0)",
+        )
         run = self.region(source, mutated=[0])
         for n, m in self.SIZES:
             for skew in (0, 1):
@@ -259,21 +255,19 @@ def region(args):
             self.assertLess(size, least + 2048)
 
     def test_memory_lives_as_long_as_in_the_capture_that_frees_it_later(self):
-        source = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    a = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    scale.run(x, a, 2, n * m, stream=0)
-    hold(a)
-    del a
-    b = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    scale.run(x, b, 3, n * m, stream=0)
-    hold(None)
-    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    scale.run(b, out, 5, n * m, stream=0)
-    return (out,)
-"""
+        source = region(
+            "x, n, m",
+            "a = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+            "scale.run(x, a, 2, n * m, stream=0)",
+            "hold(a)",
+            "del a",
+            "b = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+            "scale.run(x, b, 3, n * m, stream=0)",
+            "hold(None)",
+            "out = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+            "scale.run(b, out, 5, n * m, stream=0)",
+            "return (out,)",
+        )
         for captures, bins in ((), 1), ((2,), 2), ((4,), 2):  # of the calls of `hold`; two are a run
             held, calls = [None], itertools.count()
 
@@ -336,15 +330,13 @@ def region(args):
         self.assertIn("cudagraph_executables is 0", run.any_size.describe(run))
 
 
-DECIDING = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    k = {}
-    scale.run(x, buf0, k, n * m, stream=0)
-    return (buf0,)
-"""
+DECIDING = region(
+    "x, n, m",
+    "buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+    "k = {}",
+    "scale.run(x, buf0, k, n * m, stream=0)",
+    "return (buf0,)",
+)
 
 
 class TestDecisions(AnySizeTestCase, RelaunchTestCase):
@@ -468,17 +460,15 @@ class TestWhatASizeShows(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(run.any_size.describe(run), "one graph serves any size")
 
     def test_memory_that_is_empty_at_small_sizes(self):
-        source = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    part = empty_strided_cuda((n // 8, m), (m, 1), torch.float64)
-    scale.run(x, part, 2, n // 8 * m, stream=0)
-    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    scale.run(x, out, 3, n * m, stream=0)
-    scale.run(part, out, 5, n // 8 * m, stream=0)
-    return (out,)
-"""
+        source = region(
+            "x, n, m",
+            "part = empty_strided_cuda((n // 8, m), (m, 1), torch.float64)",
+            "scale.run(x, part, 2, n // 8 * m, stream=0)",
+            "out = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+            "scale.run(x, out, 3, n * m, stream=0)",
+            "scale.run(part, out, 5, n // 8 * m, stream=0)",
+            "return (out,)",
+        )
 
         def want(x, n, m):
             out = 3 * x
@@ -490,14 +480,9 @@ def region(args):
             self.call(run, n, m, want)
 
     def test_input_that_is_empty_at_small_sizes(self):
-        source = """
-def region(args):
-    x, y, n, m = args
-    args.clear()
-    out = empty_strided_cuda((m,), (1,), torch.float64)
-    sums.run(y, out, n // 8, m, stream=0)
-    return (out,)
-"""
+        source = region(
+            "x, y, n, m", "out = new(m, dtype=torch.float64)", "sums.run(y, out, n // 8, m, stream=0)", "return (out,)"
+        )
 
         def sums(grid, y, out, rows, cols):
             y = tensor_at(y, (rows, cols), (cols, 1), DOUBLE) if rows else torch.zeros(1, cols, dtype=DOUBLE)
@@ -510,15 +495,13 @@ def region(args):
             self.assertEqual(run([x, y, n, m])[0], y.sum(0))
 
     def test_backward_that_frees_inputs(self):
-        source = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
-    scale.run(x, out, 3, n * m, stream=0)
-    del x
-    return (out,)
-"""
+        source = region(
+            "x, n, m",
+            "out = empty_strided_cuda((n, m), (m, 1), torch.float64)",
+            "scale.run(x, out, 3, n * m, stream=0)",
+            "del x",
+            "return (out,)",
+        )
         run = self.region(source, is_backward=True)
         for n, m in ((3, 5), (4, 6), (40, 20), (40, 20)):
             self.assertEqual(run([torch.ones(n, m, dtype=DOUBLE), n, m])[0], torch.full((n, m), 3.0, dtype=DOUBLE))

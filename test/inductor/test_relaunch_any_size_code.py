@@ -264,7 +264,7 @@ class TestGeneratedCode(Native, RelaunchTestCase):
 
     @parametrize("trains", [False, True])
     def test_drawn(self, trains):
-        self.check_drawn(range(5), trains)
+        self.check_drawn(range(3), trains)
 
     @form.slow
     @parametrize("trains", [False, True])

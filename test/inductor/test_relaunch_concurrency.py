@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, HealthCheck, settings, strategies as st
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.graph.concurrency import (
     CALLER,
@@ -331,19 +331,17 @@ class TestParameters(unittest.TestCase):
         self.assertEqual(parameters_of({"k": self.kernel(self.SIGNATURE, arg_tys="OiO")}), {})
 
 
-PROJECTIONS = """
-def region(args):
-    x, a, b, c = args
-    args.clear()
-    q = empty_strided_cuda((8, 8), (8, 1), torch.float32)
-    extern_kernels.mm(x, a, out=q)
-    k = empty_strided_cuda((8, 8), (8, 1), torch.float32)
-    extern_kernels.addmm(c, x, b, alpha=1, beta=2, out=k)
-    other = extern_kernels.dot(q.view(-1), k.view(-1))
-    out = empty_strided_cuda((8, 8), (8, 1), torch.float32)
-    extern_kernels.mm(q, k, out=out)
-    return (out, other)
-"""
+PROJECTIONS = region(
+    "x, a, b, c",
+    "q = new(8, 8)",
+    "extern_kernels.mm(x, a, out=q)",
+    "k = new(8, 8)",
+    "extern_kernels.addmm(c, x, b, alpha=1, beta=2, out=k)",
+    "other = extern_kernels.dot(q.view(-1), k.view(-1))",
+    "out = new(8, 8)",
+    "extern_kernels.mm(q, k, out=out)",
+    "return (out, other)",
+)
 
 
 class Library:
@@ -410,7 +408,7 @@ class TestRegions(RelaunchTestCase):
     @given(programs(), st.lists(st.tuples(*[st.sampled_from([0, 8, 16])] * 3), min_size=4, max_size=4))
     def test_whatever_the_order_of_the_device(self, body, calls):
         """Inputs of later calls share memory as those of the capture did not."""
-        source = f"def region(args):\n    a, b, c = args\n    args.clear()\n    {body.strip()}\n"
+        source = region("a, b, c", body.strip())
         run = self.runner(source, mutated=(0, 1, 2))
         scope = {"torch": torch, "empty_strided_cuda": torch.empty_strided}
         scope["empty_strided_cuda"] = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)

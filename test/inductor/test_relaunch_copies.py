@@ -21,7 +21,7 @@ from stand_ins.relaunch_device import FakeDevice
 from torch_overlay._inductor.relaunch import causes, region_graphs
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.graph import driver as cu
-from torch_overlay._inductor.relaunch.launch import executable as memcpy_nodes, relaunch
+from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.states import State
@@ -68,7 +68,7 @@ class TestSettle(TestCase):
     def settle(self, given: Template, nodes: dict[int, Any]) -> tuple[Api, torch.Tensor | None]:
         api = Api()
         api.params.update(nodes)
-        return api, memcpy_nodes.settle(given, lambda n: torch.empty(n, dtype=torch.uint8), cu.Driver(api))
+        return api, executable.settle(given, lambda n: torch.empty(n, dtype=torch.uint8), cu.Driver(api))
 
     def test_device_sides_point_at_real_memory_and_host_sides_stay(self) -> None:
         api, memory = self.settle(template(), {})
@@ -89,10 +89,10 @@ class TestSettle(TestCase):
 
     def test_rows_have_room(self) -> None:
         node = linear(0, 0x50, width=100, height=3, depth=2, dst_pitch=512, dst_height=4)
-        self.assertEqual(memcpy_nodes.extent(node, memcpy_nodes.DESTINATION), 100 + 512 * 2 + 512 * 4)
+        self.assertEqual(executable.extent(node, executable.DESTINATION), 100 + 512 * 2 + 512 * 4)
         _, memory = self.settle(Template(1, (node,), (PointerSlot(0, 0, 0, 0, 0),)), {})
         assert memory is not None
-        self.assertGreaterEqual(memory.nbytes // 2, memcpy_nodes.extent(node, memcpy_nodes.DESTINATION))
+        self.assertGreaterEqual(memory.nbytes // 2, executable.extent(node, executable.DESTINATION))
 
     def test_graph_without_such_copies_is_left_alone(self) -> None:
         fixed = Template(1, (linear(0, 0x50),), (PointerSlot(0, 0, 0, -1, 0),))
@@ -133,9 +133,9 @@ class Exec:
 
 
 class TestPatcher(TestCase):
-    def make(self, given: Template | None = None) -> memcpy_nodes.Patcher:
+    def make(self, given: Template | None = None) -> executable.Patcher:
         self.api, self.graph, self.calls = Api(), Graph(), []
-        return memcpy_nodes.Patcher(
+        return executable.Patcher(
             self.graph,
             given or template(),
             upload=lambda graph: self.calls.append("upload"),
@@ -214,7 +214,7 @@ class TestPatcher(TestCase):
         state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
         patcher.given_up = lambda why: region_graphs._give_up(weakref.ref(owner.region_graphs), weakref.ref(state), why)
         with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(causes, "refuse") as refuse:
-            for i in range(memcpy_nodes.MOST_REBUILDS - 1):
+            for i in range(executable.MOST_REBUILDS - 1):
                 patcher.patch([0x1000 * (i + 1), 0x2000])
             self.assertFalse(state.refused)
             patcher.patch([0x9_0000, 0x2000])
@@ -222,7 +222,7 @@ class TestPatcher(TestCase):
         self.assertIsNone(state.relaunch)
         ((refused,), _) = refuse.call_args
         self.assertEqual(refused.reason, "host-memory")
-        self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", refused.message)
+        self.assertIn(f"moved {executable.MOST_REBUILDS} times", refused.message)
         self.assertEqual(owner.launched(), 3)
 
     def test_graph_is_not_dropped_while_a_thread_that_may_wait_for_its_launch_has_the_lock(self) -> None:
@@ -234,7 +234,7 @@ class TestPatcher(TestCase):
         patcher.given_up = give_up
 
         def patch(first: int) -> None:
-            for i in range(memcpy_nodes.MOST_REBUILDS):
+            for i in range(executable.MOST_REBUILDS):
                 patcher.patch([0x1000 * (first + i), 0x2000])
 
         with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(causes, "refuse") as refuse:

@@ -11,7 +11,7 @@ from torch._dynamo.test_case import TestCase
 
 import form
 import torch_overlay
-from stand_ins.relaunch_case import host, RelaunchTestCase
+from stand_ins.relaunch_case import host, region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay._inductor.relaunch.causes import Cause
@@ -20,14 +20,7 @@ from torch_overlay._inductor.relaunch.states import States
 from torch_overlay.testing import simulated_gpu
 
 
-ADD = """
-def region(args):
-    x, *rest = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 32), (32, 1), torch.float32)
-    torch.mul(x, 2, out=buf0)
-    return (buf0,)
-"""
+ADD = region("x, *rest", "buf0 = torch.mul(x, 2, out=new(4, 32))", "return (buf0,)")
 
 
 class TestCounts(RelaunchTestCase):

@@ -16,7 +16,7 @@ from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
 from torch_overlay._inductor.relaunch import causes, compiled_region, coverage, split_off
@@ -98,14 +98,7 @@ class Private(TestCase):
 
 
 class TestCulprit(RelaunchTestCase, Private):
-    SOURCE = """
-def region(args):
-    x, = args
-    args.clear()
-    y = torch.mul(x, 3)
-    z = torch.ops.culprits.waits.default(y)
-    return (torch.add(z, x),)
-"""
+    SOURCE = region("x", "y = torch.mul(x, 3)", "z = torch.ops.culprits.waits.default(y)", "return (torch.add(z, x),)")
 
     def setUp(self):
         super().setUp()

@@ -20,7 +20,7 @@ from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
 from stand_ins.graph_api import FakeApi
 from torch_overlay import orders
 from torch_overlay._functorch.offload import runtime
-from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs, tidy
+from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read, tidy
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment, Unprovable
@@ -56,7 +56,7 @@ class GraphTest(unittest.TestCase):
         self.kernels.declare(self.api)
 
     def read(self, segments=()):
-        return graphs.read(0x77, segments, 0, 1 << 20, driver=self.driver, keeps=runtime.holds)
+        return read.read(0x77, segments, 0, 1 << 20, driver=self.driver, keeps=runtime.holds)
 
     def tidy(self):
         return tidy.tidy(0x77, driver=self.driver, kernels=self.kernels, keeps=runtime.holds)
@@ -201,15 +201,15 @@ class TestRead(GraphTest):
     def test_graph_object(self):
         self.api.new(cu.EMPTY)
         graph = unittest.mock.Mock(raw_cuda_graph=lambda: 0x77)
-        self.assertEqual(len(graphs.read(graph, (), 0, 1, driver=self.driver).nodes), 1)
+        self.assertEqual(len(read.read(graph, (), 0, 1, driver=self.driver).nodes), 1)
 
     def test_empty_graph(self):
         self.assertEqual(self.read(), CapturedGraph((), (), (), 0, 1 << 20))
 
     def test_device_memory(self):
         self.api.device_memory.add(64)
-        self.assertTrue(graphs.is_device_memory(64, driver=self.driver))
-        self.assertFalse(graphs.is_device_memory(128, driver=self.driver))
+        self.assertTrue(read.is_device_memory(64, driver=self.driver))
+        self.assertFalse(read.is_device_memory(128, driver=self.driver))
 
     def test_freed_memory(self):
         block = lambda address, size, state: {"address": address, "size": size, "state": state}  # noqa: E731
@@ -217,7 +217,7 @@ class TestRead(GraphTest):
         first = [
             block(0x100, 0x100, "active_allocated"), block(0x200, 0x80, "inactive"), block(0x280, 8, "active_pending")
         ]  # fmt: skip
-        freed = graphs.freed_memory([{"blocks": second}, {"blocks": first}])
+        freed = read.freed_memory([{"blocks": second}, {"blocks": first}])
         ends = (0, 0xFF, 0x100, 0x1FF, 0x200, 0x27F, 0x280, 0x300, 0x8FF, 0x900, 0x9FF, 0xA00)
         self.assertEqual([a for a in ends if freed(a)], [0x200, 0x27F, 0x900, 0x9FF])
 
@@ -375,7 +375,7 @@ class TestTidy(GraphTest):
             fill = self.api.memset(segments[0].address + 16)
             self.api.memcpy(segments[1].address, segments[0].address, 64, after=[fill])
             self.tidy()
-            captured.append(graphs.read(0x77, segments, LOW[which], LOW[which] + SPAN, driver=self.driver))
+            captured.append(read.read(0x77, segments, LOW[which], LOW[which] + SPAN, driver=self.driver))
         self.assertEqual(slots(prove(*captured)), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 0, 0)])
 
     @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.differing_executors])
@@ -582,7 +582,7 @@ class TestOnGpu(unittest.TestCase):
         report = tidy.tidy(graph, driver=driver)
         self.assertEqual(report.kept, ())
         self.assertEqual((report.fills, report.copies), (3, 2))
-        captured = graphs.read(graph, (), 0, 1, driver=driver)
+        captured = read.read(graph, (), 0, 1, driver=driver)
         self.assertEqual({type(n) for n in captured.nodes}, {KernelNode}, [n.name for n in captured.nodes])
         graph.instantiate()
         for t in (a, b, small, odd):
@@ -634,11 +634,11 @@ class TestOnGpu(unittest.TestCase):
         x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(x)
         graph = self.capture(lambda: (torch.mm(x, x, out=out), out.float().sum(0), torch.softmax(x, 1)))
-        for node in graphs.read(graph, (), 0, 1, driver=NativeDriver()).nodes:
+        for node in read.read(graph, (), 0, 1, driver=NativeDriver()).nodes:
             if isinstance(node, KernelNode):
                 self.assertTrue(node.name)
                 self.assertTrue(node.parameters, node.name)
-        blobs = b"".join(v for n in graphs.read(graph, (), 0, 1, driver=NativeDriver()).nodes for _, v in n.parameters)
+        blobs = b"".join(v for n in read.read(graph, (), 0, 1, driver=NativeDriver()).nodes for _, v in n.parameters)
         for tensor in (x, out):
             self.assertIn(u64(tensor.data_ptr()), blobs)
 
@@ -652,7 +652,7 @@ class TestOnGpu(unittest.TestCase):
         found = {}
         for module in PyCodeCache.modules:
             found |= signatures_of(vars(module))
-        nodes = [n for n in graphs.read(graph, (), 0, 1, driver=NativeDriver()).nodes if isinstance(n, KernelNode)]
+        nodes = [n for n in read.read(graph, (), 0, 1, driver=NativeDriver()).nodes if isinstance(n, KernelNode)]
         declared = [n for n in nodes if n.func in found]
         handles = f"the nodes have {[(n.name, hex(n.func), hex(n.kern)) for n in nodes]}, the modules {found}"
         self.assertTrue(declared, handles)
@@ -690,9 +690,9 @@ class TestOnGpu(unittest.TestCase):
                 known = address in at
                 segments.append(Segment(address, length, at.index(address) if known else 2, 0 if known else scratch))
                 scratch += 0 if known else length
-            captured.append(graphs.read(graph, segments, space.low, space.high, driver=driver))
+            captured.append(read.read(graph, segments, space.low, space.high, driver=driver))
             keep.append((tensors, graph, space))
-        found = prove(*captured, foreign=graphs.freed_memory(torch.cuda.memory_snapshot))
+        found = prove(*captured, foreign=read.freed_memory(torch.cuda.memory_snapshot))
         print(found.table({0: "x", 1: "y", 2: "scratch"}))
         self.assertLessEqual({0, 1}, {s.region for s in found.slots})
 
@@ -700,7 +700,7 @@ class TestOnGpu(unittest.TestCase):
         torch = self.torch
         x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
         graph = self.capture(lambda: (x @ x, torch.softmax(x, 1), x.float().sum(0), x.clone()))
-        in_c, one_by_one = (graphs.read(graph, (), 0, 1, driver=made) for made in (NativeDriver(), cu.Driver()))
+        in_c, one_by_one = (read.read(graph, (), 0, 1, driver=made) for made in (NativeDriver(), cu.Driver()))
         # The attributes of kernels are read in C alone.
         nodes = [dataclasses.replace(n, attributes=b"") if isinstance(n, KernelNode) else n for n in in_c.nodes]
         self.assertEqual(dataclasses.replace(in_c, nodes=tuple(nodes)), one_by_one)

@@ -10,26 +10,24 @@ import torch
 from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from torch_overlay._inductor.relaunch.capture import capture, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, Differs
 from torch_overlay._inductor.relaunch.sizes import sizes
 
 
 # From size 9 on, the library's second call and the last one launch other functions than before.
-SIZED = """
-def region(args):
-    x, w, n = args
-    args.clear()
-    a = empty_strided_cuda((n, 4), (4, 1), torch.float32)
-    extern_kernels.mm(x, w, out=a)
-    b = empty_strided_cuda((n, 4), (4, 1), torch.float32)
-    extern_kernels.double(a, n, out=b)
-    del a
-    c = empty_strided_cuda((n, 4), (4, 1), torch.float32)
-    extern_kernels.square(b, n, out=c)
-    return (c, b[n // 2:], n)
-"""
+SIZED = region(
+    "x, w, n",
+    "a = empty_strided_cuda((n, 4), (4, 1), torch.float32)",
+    "extern_kernels.mm(x, w, out=a)",
+    "b = empty_strided_cuda((n, 4), (4, 1), torch.float32)",
+    "extern_kernels.double(a, n, out=b)",
+    "del a",
+    "c = empty_strided_cuda((n, 4), (4, 1), torch.float32)",
+    "extern_kernels.square(b, n, out=c)",
+    "return (c, b[n // 2:], n)",
+)
 
 
 def double(a, n, *, out):

@@ -10,7 +10,7 @@ from unittest import mock
 from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.memory import arrange as cutting, packing
+from torch_overlay._inductor.relaunch.memory import arrange, packing
 from torch_overlay._inductor.relaunch.memory.arrange import (
     _most_at_a_moment,
     _need_of_stage,
@@ -238,7 +238,7 @@ class TestCuts(unittest.TestCase):
     def test_what_shares_a_slab_and_is_too_little_to_matter_is_not_looked_at(self):
         large = [Held(4 * MIB, n, n + 1, slab=True) for n in range(100)]
         little = [Held(512, n, n, slab=True) for n in range(100)]
-        with mock.patch.object(cutting, "_shared", wraps=_shared) as shared:
+        with mock.patch.object(arrange, "_shared", wraps=_shared) as shared:
             starts = cuts([*large, *little], 101, 8, MIB)
         self.assertEqual(shared.call_args.args[0], large)
         self.assertEqual(starts, cuts(large, 101, 8, MIB))

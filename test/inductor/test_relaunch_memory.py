@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import donated_buffers
 from torch_overlay._inductor.relaunch import causes, runner
@@ -358,7 +358,7 @@ class TestStages(RelaunchTestCase):
 
     def test_only_the_end_of_a_large_input_matters(self):
         """Others are too little to cut a graph for, and to look for their ends takes time."""
-        source = "def region(args):\n    x, y = args\n    args.clear()\n    z = x.sum() + y.sum()\n    return (z,)\n"
+        source = region("x, y", "z = x.sum() + y.sum()", "return (z,)")
         for size, held, dying in ((2, False, {0}), (2, True, ()), (1, False, ())):
             with mock.patch.object(runner, "LARGE", 8), self.subTest(size=size, held=held):
                 run, x = self.backward(source, mutated=()), [torch.randn(size)]
@@ -370,7 +370,7 @@ class TestStages(RelaunchTestCase):
                 self.assertEqual((state.plan.dying, state.plan.detail), (frozenset(dying), bool(dying)))
 
     def test_each_size_shows_which_inputs_it_frees(self):
-        source = "def region(args):\n    x, n = args\n    args.clear()\n    return (x.sum() + n,)\n"
+        source = region("x, n", "return (x.sum() + n,)")
         with (
             mock.patch.object(runner, "LARGE", 64),
             mock.patch.object(runner, "Watch", wraps=runner.Watch) as watched,

@@ -28,7 +28,7 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.graph import driver as native_read
+from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import make_blocks
 from torch_overlay._inductor.relaunch.numbers.expressions import Result
@@ -944,7 +944,7 @@ class TestBuild(TestCase):
                 with self.assertRaisesRegex(Unprovable, r"no compiler.* a C compiler \(gcc,"):
                     executable.implementation()
             with self.assertRaisesRegex(csrc.NotBuiltError, "no compiler"):
-                native_read.NativeDriver(mock.Mock())
+                NativeDriver(mock.Mock())
         build.assert_called_once_with()
 
     def test_driver_that_is_missing_or_too_old_is_named(self):
@@ -1005,8 +1005,8 @@ class TestOnAGpu(TestCase):
 
     def test_relaunch_on_other_memory(self):
         """Two captures of a region with a side stream are proven, and what they make runs on tensors that moved."""
-        from torch_overlay._inductor.relaunch.graph import read as graphs
-        from torch_overlay._inductor.relaunch.proof import prove as template
+        from torch_overlay._inductor.relaunch.graph import read
+        from torch_overlay._inductor.relaunch.proof import prove
 
         side = torch.cuda.Stream()
 
@@ -1031,7 +1031,7 @@ class TestOnAGpu(TestCase):
             for address, size in space.allocations():
                 segments.append(Segment(address, size, at.get(address, 3), 0 if address in at else scratch))
                 scratch += 0 if address in at else size
-            captured = graphs.read(graph, segments, space.low, space.high, driver=native_read.NativeDriver())
+            captured = read.read(graph, segments, space.low, space.high, driver=NativeDriver())
             return space, graph, captured, scratch
 
         warm = [torch.ones(1000, device="cuda") for _ in range(3)]
@@ -1039,7 +1039,7 @@ class TestOnAGpu(TestCase):
         torch.cuda.synchronize()
         module = executable.implementation()
         (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
-        proven = template.prove(first, second)
+        proven = prove.prove(first, second)
         graph.instantiate()
         exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.slots, proven.regions)
         del second_graph

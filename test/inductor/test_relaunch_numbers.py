@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
@@ -21,14 +21,7 @@ from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, Trace
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
-REGION = """
-def region(args):
-    x, n = args
-    args.clear()
-    out = empty_strided_cuda((4,), (1,), torch.float64)
-    scale.run(x, out, {0}, stream=0)
-    return (out,)
-"""
+REGION = region("x, n", "out = new(4, dtype=torch.float64)", "scale.run(x, out, {0}, stream=0)", "return (out,)")
 
 
 def scaled(x, out, n):
@@ -119,14 +112,12 @@ class TestNumbers(NumbersTestCase):
         self.assertEqual(fn.outside["number"], 1)
 
     def test_output_that_is_a_number(self):
-        source = """
-def region(args):
-    x, n = args
-    args.clear()
-    out = empty_strided_cuda((4,), (1,), torch.float64)
-    scale.run(x, out, n, stream=0)
-    return (out, 2 * n + 1, n, 5)
-"""
+        source = region(
+            "x, n",
+            "out = new(4, dtype=torch.float64)",
+            "scale.run(x, out, n, stream=0)",
+            "return (out, 2 * n + 1, n, 5)",
+        )
         fn = self.runner(source, numbers=[1], scale=self.scale())
         for n in range(5):
             x = torch.ones(4, dtype=torch.float64)
@@ -137,13 +128,7 @@ def region(args):
 
     def test_output_that_a_launch_can_not_compute(self):
         """It is found before the launch, which may write to inputs."""
-        source = """
-def region(args):
-    x, n = args
-    args.clear()
-    x.add_(1)
-    return (n * n, 12 // n)
-"""
+        source = region("x, n", "x.add_(1)", "return (n * n, 12 // n)")
         fn = self.runner(source, numbers=[1], mutated=[0])
         x = torch.zeros(4)
         for i, n in enumerate((2, 3, 1 << 40, True, -5), start=1):
@@ -154,18 +139,16 @@ def region(args):
         self.assertEqual((self.counted("captures"), fn.outside), (1, {"warm-up": 1, "number": 3}))
 
     def test_two_numbers(self):
-        source = """
-def region(args):
-    n, x, m = args
-    args.clear()
-    a = empty_strided_cuda((4,), (1,), torch.float64)
-    scale.run(x, a, n * m, stream=0)
-    b = empty_strided_cuda((4,), (1,), torch.float64)
-    scale.run(a, b, n - m, stream=0)
-    c = empty_strided_cuda((4,), (1,), torch.float64)
-    scale.run(b, c, 3, stream=0)
-    return (c,)
-"""
+        source = region(
+            "n, x, m",
+            "a = new(4, dtype=torch.float64)",
+            "scale.run(x, a, n * m, stream=0)",
+            "b = new(4, dtype=torch.float64)",
+            "scale.run(a, b, n - m, stream=0)",
+            "c = new(4, dtype=torch.float64)",
+            "scale.run(b, c, 3, stream=0)",
+            "return (c,)",
+        )
         fn = self.runner(source, numbers=[0, -1], scale=self.scale())
         for n, m in ((1, 2), (3, 1), (3, 5), (0, 0), (-4, 2)):
             x = torch.arange(4, dtype=torch.float64)
@@ -213,14 +196,7 @@ class TestNumbersInTheKey(NumbersTestCase):
         return fn.keys.kept[1]
 
     def source(self, body):
-        return f"""
-def region(args):
-    x, n = args
-    args.clear()
-    out = empty_strided_cuda((4,), (1,), torch.float64)
-    {body}
-    return (out,)
-"""
+        return region("x, n", "out = new(4, dtype=torch.float64)", body, "return (out,)")
 
     def run_in_key(self, body, expected=lambda n: n, **namespace):
         return self.in_key(self.runner(self.source(body), numbers=[1], **namespace), (1, 2, 3), expected)
@@ -296,14 +272,12 @@ def region(args):
             counters.clear()
 
     def test_one_of_two(self):
-        source = """
-def region(args):
-    x, n, m = args
-    args.clear()
-    out = empty_strided_cuda((4,), (1,), torch.float64)
-    scale.run(x, out, n if m else 2 * n, stream=0)
-    return (out,)
-"""
+        source = region(
+            "x, n, m",
+            "out = new(4, dtype=torch.float64)",
+            "scale.run(x, out, n if m else 2 * n, stream=0)",
+            "return (out,)",
+        )
         fn = self.runner(source, numbers=[1, 2], scale=self.scale())
         x = torch.arange(4, dtype=torch.float64)
         for n, m in ((1, 1), (2, 1), (3, 1), (4, 0), (5, 0), (6, 0), (7, 1), (8, 0)):

@@ -27,6 +27,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import output_code
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch._inductor.utils import fresh_cache, GraphPartitionMap
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
 from generated_text import normalised
@@ -527,25 +528,20 @@ class TestGpu(GpuTestCase):
 
 @form.overlay_only
 @unittest.skipIf(ALONE, "is itself in a process without seams")
-class TestAlone(unittest.TestCase):
-    def test_all_of_this_without_a_seam(self):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-            "-k",
-            "not TestAlone",
-        ]
+class TestAlone(TestCase):
+    SOME = "TestNeeds or same or no_hook or inference or training or mutated or bisector"
+
+    @parametrize("which", form.sampled([SOME, "not TestAlone"], 2))
+    def test_without_a_seam(self, which):
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", __file__, "-k", which]
         environment = {**os.environ, "TORCH_OVERLAY_DISABLE": "1"}
         done = subprocess.run(command, env=environment, cwd=form.ROOT, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stdout[-4000:])
         self.assertRegex(done.stdout, r"\d\d passed")
         self.assertIn("skipped: needs a seam", done.stdout, "there were seams")
+
+
+instantiate_parametrized_tests(TestAlone)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import form  # noqa: F401
 from stand_ins.relaunch_case import ADD, RelaunchTestCase
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch import causes
-from torch_overlay._inductor.relaunch.capture import device as preparing
+from torch_overlay._inductor.relaunch.capture import device
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
@@ -23,7 +23,7 @@ class TestPrepare(TestCase):
     def setUp(self):
         super().setUp()
         self.done = []
-        for module in preparing.prepare, preparing._try:
+        for module in device.prepare, device._try:
             module.cache_clear()
             self.addCleanup(module.cache_clear)
 
@@ -35,7 +35,7 @@ class TestPrepare(TestCase):
     def fakes(self, **how):
         """Nothing is loaded; a call of each is noted."""
         self.fake(executable, "implementation", new=lambda: self.done.append("module"))
-        self.fake(preparing, "NativeDriver", new=lambda: self.done.append("bindings"))
+        self.fake(device, "NativeDriver", new=lambda: self.done.append("bindings"))
         return self.fake(fill_copy_kernels, "_function", return_value=1, **how)
 
     def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):
@@ -76,20 +76,20 @@ class TestPrepare(TestCase):
 
     def test_an_error_is_left_to_whoever_needs_it(self):
         self.fake(executable, "implementation", side_effect=ImportError("no driver"))
-        with self.assertLogs(preparing.log, "INFO") as logs:
+        with self.assertLogs(device.log, "INFO") as logs:
             self.wait()
             self.wait()
         self.assertEqual(self.done, ["kernels", "kernels"])
         self.assertEqual(len(logs.output), 1)
         self.assertIn("no driver", logs.output[0])
         with self.assertRaisesRegex(ImportError, "no driver"):
-            preparing.prepare(3)
+            device.prepare(3)
 
     def test_kernels_of_words_are_compiled_beforehand(self):
         function = self.fakes()
         self.fake(fill_copy_kernels, "_device", new=lambda: 3)
         for _ in range(2):
-            preparing.prepare(3)
+            device.prepare(3)
         fill_copy_kernels.fill(0x1004, 0, 4, 1)
         *beforehand, later = function.call_args_list
         self.assertEqual(len(beforehand), 4)
@@ -97,21 +97,19 @@ class TestPrepare(TestCase):
 
     def test_a_capture_does_without_these_kernels(self):
         self.fakes(side_effect=RuntimeError("no assembler"))
-        with self.assertLogs(preparing.log, "INFO") as logs:
-            preparing.prepare(4)
+        with self.assertLogs(device.log, "INFO") as logs:
+            device.prepare(4)
         self.assertIn("no assembler", logs.output[0])
 
 
 class TestWithoutTheCModule(RelaunchTestCase):
     def test_region_runs_as_compiled(self):
         """Where the C module can't be built, the first call is no error, and the second says why there is no graph."""
-        for module in preparing.prepare, executable.implementation:
+        for module in device.prepare, executable.implementation:
             module.cache_clear()
         run, error = self.runner(ADD), csrc.NotBuiltError("there is no compiler")
         self.enterContext(mock.patch.object(csrc, "extension", side_effect=error))
         self.enterContext(mock.patch.object(self.device, "prepare", functools.partial(Cuda.prepare, self.device)))
         self.enterContext(mock.patch.object(self.device, "new_recording", lambda gap, inputs: AddressSpace(0, gap=gap)))
-        for _ in range(3):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 3)
         self.assertEqual([each.code for each in causes.refused()], ["c-module"])

@@ -11,9 +11,10 @@ from unittest import mock
 
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
-import form  # noqa: F401
-from stand_ins.relaunch_case import Native
+import form
+from stand_ins.relaunch_case import Native, region
 from torch_overlay._inductor.relaunch.capture import capture, library_calls, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs
 from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats
@@ -524,7 +525,7 @@ class TestDrawn(RepeatedCallsTestCase):
             while len(alive) > 1 and draw.random() < 0.4:
                 lines.append(f"del {alive.pop(draw.randrange(len(alive)))}")
         lines.append(f"return ({''.join(f'{name}, ' for name in alive)})")
-        return "def region(args):\n    x, w, v, n = args\n    args.clear()\n    " + "\n    ".join(lines)
+        return region("x, w, v, n", *lines)
 
     def check(self, seeds, is_backward, libraries, **functions):
         """Return how many of the regions have had calls left out."""
@@ -549,14 +550,19 @@ class TestDrawn(RepeatedCallsTestCase):
             left_out += max(graph.nodes for graph in run.graphs()) > max(found, default=1 << 30)
         return left_out
 
-    def test_drawn(self):
-        self.assertGreater(self.check(range(30), lambda seed: seed % 2 == 1, self.leaves()), 15)
+    @parametrize("count", form.sampled([12, 30], 2))
+    def test_drawn(self, count):
+        self.assertGreater(self.check(range(count), lambda seed: seed % 2 == 1, self.leaves()), count // 2)
 
-    def test_with_results_of_operators(self):
+    @parametrize("count", form.sampled([12, 30], 2))
+    def test_with_results_of_operators(self, count):
         mm, twice = self.allocator()
         self.enterContext(mock.patch.object(library_calls, "LEAVES", (mm,)))
         libraries = types.SimpleNamespace(mm=mm)
-        self.assertGreater(self.check(range(30), lambda seed: False, libraries, twice=twice), 5)
+        self.assertGreater(self.check(range(count), lambda seed: False, libraries, twice=twice), count // 6)
+
+
+instantiate_parametrized_tests(TestDrawn)
 
 
 if __name__ == "__main__":

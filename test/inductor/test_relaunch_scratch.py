@@ -13,22 +13,18 @@ import torch
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import Native
+from stand_ins.relaunch_case import Native, region
 from torch_overlay._inductor.relaunch import runners
 from torch_overlay._inductor.relaunch.launch import executable
 
 
-SOURCE = """
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 32), (32, 1), torch.float32)
-    torch.mul(x, 2, out=buf0)
-    buf1 = empty_strided_cuda((4, 32), (32, 1), torch.float32)
-    torch.add(buf0, x, out=buf1)
-    del buf0
-    return (buf1,)
-"""
+SOURCE = region(
+    "x",
+    "buf0 = torch.mul(x, 2, out=new(4, 32))",
+    "buf1 = torch.add(buf0, x, out=new(4, 32))",
+    "del buf0",
+    "return (buf1,)",
+)
 STREAM = 7
 
 

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from stand_ins.relaunch_device import is_region
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, causes
@@ -21,14 +21,7 @@ from torch_overlay.testing import compile_only, simulated_gpu
 
 
 NAMES = ["x", "philox_seed", "philox_offset", "dropout_p", "out"]
-REGION = """
-def region(args):
-    x, seed, other, offset, n = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    attention(x, seed, offset, 0.5, buf0)
-    return (buf0,)
-"""
+REGION = region("x, seed, other, offset, n", "buf0 = new(4)", "attention(x, seed, offset, 0.5, buf0)", "return (buf0,)")
 
 
 def host(value: int) -> torch.Tensor:
@@ -189,14 +182,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             return torch.full((), 3) if self.is_capturing() else host(3)
 
         run = self.runner(
-            """
-def region(args):
-    (x,) = args
-    args.clear()
-    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
-    seed = forward(x, buf0)
-    return (buf0, seed)
-""",
+            region("x", "buf0 = new(4)", "seed = forward(x, buf0)", "return (buf0, seed)"),
             verify=True,
             forward=forward,
         )

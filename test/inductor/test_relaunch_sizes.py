@@ -13,7 +13,7 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
-from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import region_graphs, runners
 from torch_overlay._inductor.relaunch.launch import executable
@@ -24,19 +24,14 @@ from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes import sizes
 
 
-SIZED = """
-def region(args):
-    x, w, n = args
-    args.clear()
-    a = empty_strided_cuda((n, 4), (4, 1), torch.float32)
-    torch.mm(x, w, out=a)
-    b = empty_strided_cuda((n, 4), (4, 1), torch.float32)
-    torch.sin(a, out=b)
-    del a
-    c = empty_strided_cuda((n, 4), (4, 1), torch.float32)
-    torch.mul(b, b, out=c)
-    return (c, b[n // 2:], n)
-"""
+SIZED = region(
+    "x, w, n",
+    "a = torch.mm(x, w, out=new(n, 4))",
+    "b = torch.sin(a, out=new(n, 4))",
+    "del a",
+    "c = torch.mul(b, b, out=new(n, 4))",
+    "return (c, b[n // 2:], n)",
+)
 
 
 # The number of nodes differs, too.
@@ -185,7 +180,9 @@ class TestSizes(SizesTestCase):
         self.assertEqual(run.states.captures, 0)
 
     def test_function_that_no_proof_has_seen_takes_a_second_capture(self):
-        source = SIZED.replace("torch.mul(b, b, out=c)", "torch.mul(b, b, out=c) if n < 9 else torch.square(b, out=c)")
+        source = SIZED.replace(
+            "out=new(n, 4))\n    return", "out=new(n, 4)) if n < 9 else torch.square(b, out=new(n, 4))\n    return"
+        )
         run = self.sized(source)
         for n in (3, 3, 4, 4):
             self.call(run, n)

@@ -31,6 +31,7 @@ from torch_overlay.testing import Compiled, observe, simulated_gpu
 FORWARD = [p for p in PROGRAMS if not p.name.startswith("train_")]  # the others: test/functorch
 NAMES = [p.name for p in FORWARD]
 PAIRS = [(p.name, mode or "default") for p in FORWARD for mode in p.modes]
+MISALIGNED = [(p.name, mode) for p in PROGRAMS if "misaligned" in p.name for mode in ("default", "reduce-overhead")]
 
 # What a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
 FORBIDDEN = ("with torch.cuda.stream", "with stream", "with default_stream", "_get_stream_by_index", "control_deps")
@@ -144,8 +145,7 @@ class TestCorpus(TestCase):
         for owned in (False, True):
             check_wrapper(seen.wrappers[0], owned=owned, misaligned=True).raise_if_any()
 
-    @parametrize("mode", ["default", "reduce-overhead"])
-    @parametrize("name", [p.name for p in PROGRAMS if "misaligned" in p.name])
+    @parametrize("name,mode", form.sampled(MISALIGNED, 5))
     def test_misaligned_inputs_keep_what_eager_promises(self, name: str, mode: str) -> None:
         """Aligned copies are made after the waits of their readers, and read memory that the caller recorded."""
         report = corpus.check_program(by_name(name), mode_of(mode))

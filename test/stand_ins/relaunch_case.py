@@ -12,25 +12,27 @@ from torch._dynamo.utils import counters
 import form  # noqa: F401
 from stand_ins.relaunch_device import fake_device, native_module
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import causes, runner as first_runs, runners
+from torch_overlay._inductor.relaunch import causes, runner, runners
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
 from torch_overlay._inductor.relaunch.runner import Runner
 
 
-# A region as Inductor generates it, with an output, and with scratch memory.
-ADD = """
-def region(args):
-    x, w = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.mul(x, w, out=buf0)
-    buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.add(buf0, x, out=buf1)
-    del buf0
-    return (buf1,)
-"""
+def region(parameters, *lines):
+    """A region as Inductor generates it. `new(4, 8)` in it is contiguous memory."""
+    unpacked = f"{parameters} = args" if "," in parameters else f"{parameters}, = args"
+    return "\n    ".join(["def region(args):", unpacked, "args.clear()", *lines]) + "\n"
+
+
+# A region with an output, and with scratch memory.
+ADD = region(
+    "x, w",
+    "buf0 = torch.mul(x, w, out=new(4, 4))",
+    "buf1 = torch.add(buf0, x, out=new(4, 4))",
+    "del buf0",
+    "return (buf1,)",
+)
 
 
 def host(value, dtype=torch.float64):
@@ -61,6 +63,14 @@ class RelaunchTestCase(TestCase):
     ):
         """A Runner of `def region(args)` in a module like generated code's."""
         scope = {"torch": torch, "empty_strided_cuda": self.device.empty, "aten": torch.ops.aten, **namespace}
+
+        def new(*size, dtype=torch.float32):
+            strides = [1]
+            for n in size[:0:-1]:
+                strides.insert(0, n * strides[0])
+            return scope["empty_strided_cuda"](size, tuple(strides), dtype)
+
+        scope["new"] = new
         exec(source, scope)
         code = Code(
             "a region", 0, tuple(static), tuple(mutated), frozenset(saved), is_backward, numbers=frozenset(numbers)
@@ -68,10 +78,16 @@ class RelaunchTestCase(TestCase):
         with config.patch(cudagraph_verify=verify):
             return Runner(scope["region"], code, self.device)
 
+    def add(self, run, count=1):
+        """Call a region of `ADD`, so many times, with other inputs each time."""
+        for _ in range(count):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""
         limits = ((arrange, "GAIN", least), (arrange, "STEP", least), (arrange, "SMALL", 0))
-        for module, name, value in (*limits, (first_runs, "LARGE", 1), (chunks, "LITTLE", 0)):
+        for module, name, value in (*limits, (runner, "LARGE", 1), (chunks, "LITTLE", 0)):
             self.enterContext(mock.patch.object(module, name, value))
 
     def call_with_clusters(self, call, sizes):

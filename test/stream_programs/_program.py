@@ -184,6 +184,19 @@ def matrices(count: int, size: int = 64, **kwargs: Any) -> MakeInputs:
     return tensors(*[whole_numbers(size, size, **kwargs)] * count)
 
 
+# ---- streams
+
+
+def fork(*sides: torch.Stream) -> None:
+    for side in sides:
+        side.wait_stream(torch.cuda.current_stream())
+
+
+def join(*sides: torch.Stream) -> None:
+    for side in sides:
+        torch.cuda.current_stream().wait_stream(side)
+
+
 # ---- callers
 
 

@@ -18,6 +18,8 @@ from stream_programs.training import training, trains
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stream_programs._program import MakeInputs, Program
+
 
 def on_side(side: torch.cuda.Stream, body: Callable[..., Any]) -> Callable[..., Any]:
     """After the caller's work and before what the caller does next."""
@@ -47,6 +49,20 @@ def until_event(side: torch.cuda.Stream, body: Callable[..., Any]) -> Callable[.
     return fn
 
 
+def one_stream(hazard: str, inputs: MakeInputs, around: Callable[..., Any] = on_side, **fields: Any) -> Any:
+    """Decorates the body of a program, whose first parameter is `sleep`."""
+
+    def register(body: Callable[..., Any]) -> Program:
+        def build(k: Kit) -> Any:
+            sleep = k.sleep
+            return around(k.stream(), lambda *inputs: body(sleep, *inputs))
+
+        build.__name__, build.__module__ = body.__name__, body.__module__
+        return program(hazard, inputs, **fields)(build)
+
+    return register
+
+
 batches = tensors(*[whole_numbers(4, 32, 32)] * 2)
 cached = tensors(whole_numbers(4, 16, 32), whole_numbers(4, 32), whole_numbers(4, 32))
 
@@ -54,105 +70,80 @@ cached = tensors(whole_numbers(4, 16, 32), whole_numbers(4, 32), whole_numbers(4
 # ---- updates through chained views
 
 
-@program("the scatters of updates through two views run on the caller's stream", batches)
-def rows_of_rows_updated(k: Kit) -> Any:
-    def body(x, y):
-        t = torch.bmm(k.sleep(x), y)
-        t[0][1:3].mul_(2)
-        t[1][2:4].add_(1)
-        return t
-
-    return on_side(k.stream(), body)
+@one_stream("the scatters of updates through two views run on the caller's stream", batches)
+def rows_of_rows_updated(sleep, x, y):
+    t = torch.bmm(sleep(x), y)
+    t[0][1:3].mul_(2)
+    t[1][2:4].add_(1)
+    return t
 
 
-@program("the host is told that a tensor is there before the last scatter into it", batches, host_reads=True)
-def rows_of_rows_updated_until_event(k: Kit) -> Any:
-    def body(x, y):
-        t = torch.bmm(k.sleep(x), y)
-        t[0][1:3].mul_(2)
-        t[1][2:4].add_(1)
-        return t
-
-    return until_event(k.stream(), body)
-
-
-@program("one element is updated twice through one view", matrices(2))
-def element_updated_twice(k: Kit) -> Any:
-    def body(x, y):
-        t = k.sleep(x) @ y
-        t[0, 0].sub_(y[1, 1]).mul_(2)
-        return t
-
-    return on_side(k.stream(), body)
+@one_stream(
+    "the host is told that a tensor is there before the last scatter into it", batches, until_event, host_reads=True
+)
+def rows_of_rows_updated_until_event(sleep, x, y):
+    t = torch.bmm(sleep(x), y)
+    t[0][1:3].mul_(2)
+    t[1][2:4].add_(1)
+    return t
 
 
-@program("an input is updated through chained views, and read as a whole", matrices(2))
-def input_updated_through_views(k: Kit) -> Any:
-    def body(x, y):
-        x[0][1:3].mul_(k.sleep(y)[0][1:3])
-        x[1:4][:, 2:4].add_(y[0, 0])
-        return x + 1
-
-    return on_side(k.stream(), body)
+@one_stream("one element is updated twice through one view", matrices(2))
+def element_updated_twice(sleep, x, y):
+    t = sleep(x) @ y
+    t[0, 0].sub_(y[1, 1]).mul_(2)
+    return t
 
 
-@program("the slots of a cache are set and added to", cached)
-def cache_slots_updated(k: Kit) -> Any:
-    def body(cache, new, more):
-        cache[:, 1] = k.sleep(new)
-        cache[:, 2] += more
-        return cache.sum(1)
-
-    return on_side(k.stream(), body)
+@one_stream("an input is updated through chained views, and read as a whole", matrices(2))
+def input_updated_through_views(sleep, x, y):
+    x[0][1:3].mul_(sleep(y)[0][1:3])
+    x[1:4][:, 2:4].add_(y[0, 0])
+    return x + 1
 
 
-@program("a value of an operator with two results is updated in place", matrices(2))
-def result_of_sort_updated(k: Kit) -> Any:
-    def body(x, y):
-        values, order = torch.sort(k.sleep(x), stable=True)
-        values.add_(y)
-        values[0][1:5].mul_(2)
-        return values, order
-
-    return on_side(k.stream(), body)
+@one_stream("the slots of a cache are set and added to", cached)
+def cache_slots_updated(sleep, cache, new, more):
+    cache[:, 1] = sleep(new)
+    cache[:, 2] += more
+    return cache.sum(1)
 
 
-@program("diagonals and strided views of a product are updated", matrices(2))
-def diagonals_updated(k: Kit) -> Any:
-    def body(x, y):
-        t = k.sleep(x) @ y
-        t.diagonal().mul_(2)
-        t[1:9].diagonal()[2:4].add_(1)
-        t.as_strided((4, 4), (65, 1), 3).sub_(1)
-        return t
-
-    return on_side(k.stream(), body)
+@one_stream("a value of an operator with two results is updated in place", matrices(2))
+def result_of_sort_updated(sleep, x, y):
+    values, order = torch.sort(sleep(x), stable=True)
+    values.add_(y)
+    values[0][1:5].mul_(2)
+    return values, order
 
 
-@program("elements that another tensor names are updated through a view", matrices(2))
-def indexed_rows_updated(k: Kit) -> Any:
-    def body(x, y):
-        t = k.sleep(x) @ y
-        rows = torch.arange(0, 6, 2, device="cuda")
-        t[rows] = y[rows]
-        t[:, 1:][:, rows] += 1
-        t[2][rows] = t[3][rows] * 2
-        t[1][t[1] > 0] = 1
-        return t
-
-    return on_side(k.stream(), body)
+@one_stream("diagonals and strided views of a product are updated", matrices(2))
+def diagonals_updated(sleep, x, y):
+    t = sleep(x) @ y
+    t.diagonal().mul_(2)
+    t[1:9].diagonal()[2:4].add_(1)
+    t.as_strided((4, 4), (65, 1), 3).sub_(1)
+    return t
 
 
-@program("an updated view is returned beside its base", matrices(2))
-def updated_view_returned(k: Kit) -> Any:
-    def body(x, y):
-        t = k.sleep(x) @ y
-        part = t[2:10]
-        part[1][3:7].add_(y[0][3:7])
-        t[0:4][:, 5].mul_(3)
-        return t, part + 1
+@one_stream("elements that another tensor names are updated through a view", matrices(2))
+def indexed_rows_updated(sleep, x, y):
+    t = sleep(x) @ y
+    rows = torch.arange(0, 6, 2, device="cuda")
+    t[rows] = y[rows]
+    t[:, 1:][:, rows] += 1
+    t[2][rows] = t[3][rows] * 2
+    t[1][t[1] > 0] = 1
+    return t
 
-    return on_side(k.stream(), body)
+
+@one_stream("an updated view is returned beside its base", matrices(2))
+def updated_view_returned(sleep, x, y):
+    t = sleep(x) @ y
+    part = t[2:10]
+    part[1][3:7].add_(y[0][3:7])
+    t[0:4][:, 5].mul_(3)
+    return t, part + 1
 
 
 @program("two streams update parts of one tensor through chained views, one after the other", batches)
@@ -180,37 +171,28 @@ def rows_updated_on_two_streams(k: Kit) -> Any:
 # ---- operators that passes take apart
 
 
-@program("random numbers and masks are drawn by nodes that a pass makes", matrices(1))
-def random_numbers_drawn(k: Kit) -> Any:
-    def body(x):
-        noise = torch.rand_like(k.sleep(x))
-        kept = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
-        return (noise >= 0).all(), ((kept == 0) | (kept == 2)).all(), x + 1
-
-    return on_side(k.stream(), body)
+@one_stream("random numbers and masks are drawn by nodes that a pass makes", matrices(1))
+def random_numbers_drawn(sleep, x):
+    noise = torch.rand_like(sleep(x))
+    kept = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+    return (noise >= 0).all(), ((kept == 0) | (kept == 2)).all(), x + 1
 
 
-@program("operators that write their arguments become functional and are taken apart again", matrices(2))
-def written_by_operators(k: Kit) -> Any:
-    def body(x, y):
-        t = k.sleep(x) @ y
-        torch.ops.overlay_test.add_to(t, y)
-        torch.ops.overlay_test.add_to(t[0:32], y[0:32])
-        t[1][2:6].mul_(2)
-        torch._foreach_add_([t, x], 1)
-        return t
-
-    return on_side(k.stream(), body)
+@one_stream("operators that write their arguments become functional and are taken apart again", matrices(2))
+def written_by_operators(sleep, x, y):
+    t = sleep(x) @ y
+    torch.ops.overlay_test.add_to(t, y)
+    torch.ops.overlay_test.add_to(t[0:32], y[0:32])
+    t[1][2:6].mul_(2)
+    torch._foreach_add_([t, x], 1)
+    return t
 
 
-@program("constants are folded, and zeros and ones are taken out", matrices(1))
-def constants_folded(k: Kit) -> Any:
-    def body(x):
-        ones = torch.ones(64, 64, device="cuda")
-        full = (ones + 1) * 2
-        return k.sleep(x) * ones + 0, full, torch.zeros_like(x).add_(3)
-
-    return on_side(k.stream(), body)
+@one_stream("constants are folded, and zeros and ones are taken out", matrices(1))
+def constants_folded(sleep, x):
+    ones = torch.ones(64, 64, device="cuda")
+    full = (ones + 1) * 2
+    return sleep(x) * ones + 0, full, torch.zeros_like(x).add_(3)
 
 
 # ---- training

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stream_programs import compute
-from stream_programs._program import built, Kit, matrices, program, tensors, whole_numbers
+from stream_programs._program import built, fork, join, Kit, matrices, program, tensors, whole_numbers
 
 
 def take_gradients(*leaves: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -77,16 +77,6 @@ def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
 
 
 current = torch.cuda.current_stream
-
-
-def fork(*sides: torch.Stream) -> None:
-    for side in sides:
-        side.wait_stream(current())
-
-
-def join(*sides: torch.Stream) -> None:
-    for side in sides:
-        current().wait_stream(side)
 
 
 def product(k: Kit) -> Any:

@@ -3,22 +3,28 @@
 import operator
 
 import torch
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._guards import tracing, TracingContext
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from torch_overlay._functorch.streams.autograd_nodes import note
 from torch_overlay._functorch.streams.backward import (
     assign_second_nodes,
     assign_sums,
+    engine_streams,
     leave_backward,
+    mark_backward,
+    order_after_gradients,
     place_computed_early,
     place_parts,
     place_recomputed,
 )
 from torch_overlay._functorch.streams.duplicates import DUPLICATES
+from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
 from torch_overlay._functorch.streams.facts import ExitWait, Fact, fact_of, note_fact
-from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.fx import BACKWARD, node_stream, place_on
 from torch_overlay._functorch.streams.saved_values import ContextNotes
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 
@@ -32,14 +38,14 @@ class GraphCase(TestCase):
     def setUp(self):
         super().setUp()
         self.graph = Graph()
-        self.x = self.graph.placeholder("x")
+        self.x = self.graph.placeholder("primals_1")
 
-    def call(self, target, *args, stream=0, is_backward=False, **meta):
+    def call(self, target, *args, stream=0, tag=None, **meta):
         node = self.graph.call_function(target, args)
         place_on(node, stream)
         node.meta |= meta
-        if is_backward:
-            node.meta["partitioner_tag"] = "is_backward"
+        if tag is not None:
+            node.meta["partitioner_tag"] = tag
         return node
 
     def relu(self, *args, **kwargs):
@@ -49,7 +55,7 @@ class GraphCase(TestCase):
         return self.call(aten.t.default, base, **kwargs)
 
     def backward(self, *args, **kwargs):
-        return self.relu(*args, is_backward=True, **kwargs)
+        return self.relu(*args, tag="is_backward", **kwargs)
 
 
 class TestStreams(GraphCase):
@@ -181,8 +187,8 @@ class TestComputedEarly(GraphCase):
     def test_views_have_the_promises_of_their_memory(self):
         made = self.forward(1, [CALLER], [EVENT])
         self.forward(2, [CALLER], [CALLER])
-        view = self.view(made, stream=2, is_backward=True)
-        of_input = self.view(self.x, stream=2, is_backward=True)
+        view = self.view(made, stream=2, tag="is_backward")
+        of_input = self.view(self.x, stream=2, tag="is_backward")
         found = self.order(view, of_input)
         self.assertEqual([before for _, before in found], [{EVENT}, {CALLER}])
 
@@ -273,3 +279,291 @@ class TestParts(GraphCase):
             place_parts(forward, backward, set(), {})
         self.assertEqual([str(gm.graph) for gm in (forward, backward)], before)
         self.assertIsNone(ContextNotes.find(context))
+
+
+aten, streams = torch.ops.aten, torch.ops.streams
+
+
+class TestBackward(GraphCase):
+    def marked(self, results=(), desc=()):
+        self.graph.output(results).meta["desc"] = desc
+        mark_backward(self.graph)
+        return [node for node in self.graph.nodes if node.meta.get(BACKWARD)]
+
+    def test_tags(self):
+        first = self.relu(self.x, tag="is_forward")
+        self.relu(first)
+        backward = self.relu(first, tag="is_backward")
+        self.assertEqual(self.marked(), [backward])
+
+    def test_nodes_after_the_first_gradient(self):
+        """As in the body of a backward that the user wrote."""
+        tangent = self.graph.placeholder("tangents_1")
+        self.relu(self.x)
+        first = self.relu(tangent)
+        second = self.relu(self.x)
+        third = self.relu(self.x, tag="must_be_in_forward")
+        self.assertEqual(self.marked(), [first, second])
+        self.assertNotIn(BACKWARD, third.meta)
+
+    def test_mark_of_another_pass(self):
+        marked = self.relu(self.x, **{BACKWARD: True})
+        after = self.relu(self.x)
+        self.assertEqual(self.marked(), [marked, after])
+
+    def test_copy_that_writes_an_input_back(self):
+        new = self.relu(self.x)
+        self.call(aten.copy_.default, self.x, new, tag="must_be_in_backward")
+        view = self.call(aten.t.default, new)
+        self.assertEqual(self.marked([view], [PlainAOTOutput(0)]), [])
+
+    def test_views_that_the_forward_returns(self):
+        """They may stand after the backward has begun."""
+        made = self.relu(self.x)
+        gradient = self.relu(made, tag="is_backward")
+        inner = self.call(aten.t.default, made, tag="is_backward")
+        view = self.call(aten.t.default, inner, tag="is_backward")
+        other = self.call(aten.t.default, gradient, tag="is_backward")
+        desc = [PlainAOTOutput(0), GradAOTOutput(PlainAOTInput(0))]
+        self.assertEqual(self.marked([view, other], desc), [gradient, other])
+
+
+class TestFirstCopies(GraphCase):
+    def setUp(self):
+        super().setUp()
+        self.copy = self.call(aten.clone.default, self.x)
+
+    def order(self):
+        self.graph.output(())
+        place_first_copies(self.graph)
+        self.graph.lint()
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    def test_copy_stands_before_its_first_reader(self):
+        wait = self.call(streams.wait_stream.default, 1, 0)
+        reader = self.relu(self.copy, stream=1)
+        later = self.relu(self.copy, stream=2)
+        self.assertEqual(self.order(), [wait, self.copy, reader, later])
+        self.assertEqual(node_stream(self.copy), 1)
+
+    def test_views_launch_nothing(self):
+        wait = self.call(streams.wait_stream.default, 2, 0)
+        view = self.call(aten.t.default, self.copy, stream=1)
+        reader = self.relu(view, stream=2)
+        later = self.relu(self.copy, stream=3)
+        self.assertEqual(self.order(), [wait, self.copy, view, reader, later])
+        self.assertEqual(node_stream(self.copy), 2)
+
+    def test_operations_of_the_stream_program_do_not_read(self):
+        record = self.call(streams.record_stream.default, self.copy, 1, stream=2)
+        self.call(aten.t.default, self.copy, stream=1)
+        self.order()
+        self.assertEqual(node_stream(self.copy), 0)
+        self.assertEqual(self.copy.next, record)
+
+    def test_copies_of_the_user(self):
+        self.copy.meta["source_fn_stack"] = [("clone", torch.clone)]
+        relu = self.relu(self.x, stream=2)
+        of_relu = self.call(aten.clone.default, relu)
+        readers = [self.relu(n, stream=1) for n in (self.copy, of_relu)]
+        self.assertEqual(self.order(), [self.copy, relu, of_relu, *readers])
+        self.assertEqual([node_stream(n) for n in (self.copy, of_relu)], [0, 0])
+
+
+class TestWriteBacks(GraphCase):
+    AFTER, BEFORE = (state(2),), (CALLER, caller_event(5))
+
+    def follow(self, value, target=None):
+        copy = self.call(aten.copy_.default, target or self.x, value, stream=3)
+        note_fact(copy, after=(state(7),), promised_to=(state(8),))
+        follow_mutations(self.graph)
+        fact = fact_of(copy)
+        return node_stream(copy), fact.after, fact.promised_to
+
+    def update(self):
+        node = self.relu(self.x, stream=1)
+        note_fact(node, after=self.AFTER, promised_to=self.BEFORE, order=4)
+        return node
+
+    def test_copy_is_ordered_as_its_value(self):
+        self.assertEqual(self.follow(self.update()), (1, self.AFTER, self.BEFORE))
+
+    def test_value_below_aliases_and_selections(self):
+        part = self.call(operator.getitem, self.update(), 0, stream=2)
+        alias = self.call(aten.alias.default, part)
+        self.assertEqual(self.follow(alias), (1, self.AFTER, self.BEFORE))
+
+    def test_value_that_is_an_input(self):
+        other = self.graph.placeholder("primals_2")
+        self.assertEqual(self.follow(other), (3, (state(7),), (state(8),)))
+
+    def test_copy_into_no_input(self):
+        value = self.update()
+        self.assertEqual(self.follow(value, self.relu(self.x)), (3, (state(7),), (state(8),)))
+
+
+class JointCase(TestCase):
+    """A joint graph: an input, operations with numbers, and their backward."""
+
+    def setUp(self):
+        super().setUp()
+        self.graph = Graph()
+        self.x = self.input("primals_1", PlainAOTInput(0))
+        self.number = 0
+
+    def input(self, name, desc):
+        node = self.graph.placeholder(name)
+        node.meta["desc"] = desc
+        return node
+
+    def forward(self, *args, stream=0, target=aten.relu.default):
+        node = self.graph.call_function(target, args)
+        place_on(node, stream)
+        self.number += 1
+        node.meta["seq_nr"] = self.number
+        return node
+
+    def view(self, base, stream=0):
+        return self.forward(base, stream=stream, target=aten.t.default)
+
+    def tangent(self, index=0):
+        desc = TangentAOTInput(PlainAOTOutput(index))
+        return self.input(f"tangents_{index + 1}", desc)
+
+    def backward(self, *args, of=None, target=aten.relu.default, is_sum=False):
+        """A kernel of the backward of an operation, or of a sum of gradients."""
+        node = self.graph.call_function(target, args)
+        node.meta["partitioner_tag"] = "is_backward"
+        node.meta["is_gradient_acc"] = is_sum
+        if of is not None:
+            node.meta["seq_nr"] = of.meta["seq_nr"]
+        return node
+
+    def finish(self, results, gradients):
+        """`gradients` has each with its input."""
+        values = [*results, *(value for value, _ in gradients)]
+        desc = [PlainAOTOutput(i) for i in range(len(results))]
+        desc += [GradAOTOutput(given.meta["desc"]) for _, given in gradients]
+        self.graph.output(values).meta["desc"] = desc
+        note(self.graph, {})
+
+    def streams(self, *leaves):
+        found = engine_streams(self.graph, leaves)
+        return {node.name: stream for node, stream in found.items()}
+
+    def order(self, *leaves):
+        order_after_gradients(self.graph, engine_streams(self.graph, leaves))
+        return {node.name: fact_of(node).promised_to for node in self.graph.nodes if fact_of(node).promised_to}
+
+
+class TestEngineStreams(JointCase):
+    def test_operations_between_inputs_and_outputs(self):
+        first = self.forward(self.x, stream=1)
+        second = self.forward(first, stream=2)
+        unused = self.forward(first, stream=3)
+        other = self.forward(self.input("primals_2", PlainAOTInput(1)), stream=4)
+        end = self.forward(second, other)
+        gradient = self.backward(self.tangent(), of=first)
+        self.finish([end, unused], [(gradient, self.x)])
+        self.assertEqual(self.streams(), {first.name: 1, second.name: 2, end.name: 0, gradient.name: 0})
+
+    def test_results_without_a_gradient(self):
+        first = self.forward(self.x, stream=1)
+        self.finish([first], [(self.x, self.x)])
+        self.assertEqual(self.streams(), {})
+
+    def test_inputs_without_a_gradient(self):
+        first = self.forward(self.x, stream=1)
+        self.tangent()
+        self.finish([first], [(None, self.x)])
+        self.assertEqual(self.streams(self.x), {})
+
+    def test_leaves(self):
+        y = self.input("primals_2", PlainAOTInput(1))
+        first = self.forward(self.x, y, stream=1)
+        gradient = self.backward(self.tangent(), of=first)
+        self.finish([first], [(gradient, self.x)])
+        found = {first.name: 1, self.x.name: 1, gradient.name: 0}
+        self.assertEqual(self.streams(self.x, y), found)
+
+    def test_operations_of_the_backward(self):
+        first = self.forward(self.x, stream=1)
+        gradient = self.backward(self.tangent(), of=first)
+        place_on(gradient, 2)
+        self.finish([first], [(gradient, self.x)])
+        self.assertEqual(self.streams(), {first.name: 1, gradient.name: 2})
+
+
+class TestOrder(JointCase):
+    def test_operation_that_launches_nothing(self):
+        """A view on a side stream, between operations on the caller's."""
+        first = self.forward(self.x)
+        view = self.view(first, stream=1)
+        last = self.forward(view)
+        gradient = self.backward(self.tangent(), of=last)
+        end = self.backward(self.backward(gradient, target=aten.t.default), of=first)
+        self.finish([last], [(end, self.x)])
+        self.assertEqual(self.order(), {gradient.name: (state(1),)})
+
+    def test_operation_that_launches(self):
+        first = self.forward(self.x)
+        side = self.forward(first, stream=1)
+        last = self.forward(side)
+        gradient = self.backward(self.tangent(), of=last)
+        own = self.backward(gradient, of=side)
+        self.finish([last], [(self.backward(own, of=first), self.x)])
+        self.assertEqual(self.order(), {})
+
+    def test_operations_on_the_callers_stream(self):
+        view = self.view(self.forward(self.x))
+        last = self.forward(view)
+        gradient = self.backward(self.tangent(), of=last)
+        self.finish([last], [(gradient, self.x)])
+        self.assertEqual(self.order(), {})
+
+    def test_views_one_after_the_other(self):
+        views = [self.view(self.forward(self.x), stream=1)]
+        views.append(self.view(views[0], stream=2))
+        last = self.forward(views[1])
+        gradient = self.backward(self.tangent(), of=last)
+        self.finish([last], [(gradient, self.x)])
+        self.assertEqual(self.order(), {gradient.name: (state(1), state(2))})
+
+    def test_gradients_that_are_added(self):
+        view = self.view(self.forward(self.x), stream=1)
+        ends = [self.forward(view), self.forward(view)]
+        parts = [self.backward(self.tangent(i), of=end) for i, end in enumerate(ends)]
+        total = self.backward(*parts, target=aten.add.Tensor, is_sum=True)
+        again = self.backward(total, total, target=aten.add.Tensor, is_sum=True)
+        self.finish(ends, [(again, self.x)])
+        found = self.order()
+        names = {node.name for node in (*parts, total, again)}
+        self.assertEqual(found, dict.fromkeys(names, (state(1),)))
+
+    def test_leaf_that_is_read_first_on_a_side_stream(self):
+        self.view(self.x, stream=1)
+        first = self.forward(self.x)
+        gradient = self.backward(self.tangent(), of=first)
+        self.finish([first], [(gradient, self.x)])
+        self.assertEqual(self.order(self.x), {gradient.name: (state(1),)})
+
+    def test_kernels_of_later_nodes_of_an_operation(self):
+        """An operation may make several nodes; their numbers follow its own."""
+        view = self.view(self.forward(self.x), stream=1)
+        last = self.forward(view)
+        gradient = self.backward(self.tangent(), of=last)
+        second = self.backward(gradient)
+        second.meta["seq_nr"] = last.meta["seq_nr"] + 1
+        self.finish([last], [(second, self.x)])
+        names = {gradient.name, second.name}
+        self.assertEqual(self.order(), dict.fromkeys(names, (state(1),)))
+
+    def test_selections_and_views_launch_nothing(self):
+        first = self.forward(self.x)
+        side = self.view(first, stream=1)
+        last = self.forward(side)
+        gradient = self.backward(self.tangent(), of=last)
+        part = self.backward(gradient, 0, of=side, target=operator.getitem)
+        view = self.backward(part, of=side, target=aten.t.default)
+        self.finish([last], [(view, self.x)])
+        self.assertEqual(self.order(), {gradient.name: (state(1),)})

@@ -22,7 +22,7 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
-from torch_overlay._inductor.streams.fx_passes import PassLog
+from torch_overlay._inductor.streams.fx_passes import is_write, needs_placement, NewNodes, PassLog, Placed
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
 
@@ -276,3 +276,286 @@ class TestPatterns(PassesTestCase):
         self.assertIs(made.target, aten.tanh.default)
         self.assertEqual(self.placed(made), (1, {E1}, {E5, E9}))
         self.assertEqual(self.placed(one), (1, {E1}, {E5}))
+
+
+aten, streams = torch.ops.aten, torch.ops.streams
+
+
+def graph_of(*places):
+    """x -> relu -> relu -> ..., one for each of the streams; all are returned. The n-th
+    is after event n of the caller, and before event 10 + n."""
+    graph = Graph()
+    value, made = graph.placeholder("x"), []
+    for i, stream in enumerate(places):
+        value = graph.call_function(aten.relu.default, (value,), name=f"relu_{i}")
+        place_on(value, stream)
+        note_fact(value, after=(caller_event(i),), promised_to=(caller_event(10 + i),))
+        made.append(value)
+    graph.output(tuple(made))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+class NewNodesTestCase(TestCase):
+    def begin(self, *places):
+        self.gm = graph_of(*places)
+        self.graph = self.gm.graph
+        return self.named("x"), *(self.named(f"relu_{i}") for i in range(len(places)))
+
+    def named(self, name):
+        (found,) = (n for n in self.gm.graph.nodes if n.name == name)
+        return found
+
+    def run_pass(self, change):
+        """Run a pass, and place its nodes. Return what each new node replaces."""
+        before = {
+            n: Placed(
+                n.meta.get("custom"),
+                frozenset(n.all_input_nodes),
+                frozenset(n.users),
+                is_view=False,
+            )
+            for n in self.graph.nodes
+        }
+        log = PassLog(self.gm, before)
+        try:
+            change()
+        finally:
+            log.close()
+        replaced = log.replaced(self.graph)
+        NewNodes(replaced, before).place()
+        return {n.name: [old.name for old in gone] for n, gone in replaced.items()}
+
+    def make(self, before, target, *args, **kwargs):
+        with self.graph.inserting_before(before):
+            return self.graph.call_function(target, args, **kwargs)
+
+    def replace(self, old, target, *args, **kwargs):
+        new = self.make(old, target, *(args or old.args), **kwargs)
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        return new
+
+    def placed(self, name):
+        """Stream of a node, and the numbers of its events; states of streams as -n."""
+        node = self.named(name)
+        fact = fact_of(node)
+        tokens = (
+            known and tuple(-t.stream if t.stream is not None else t.event for t in known)
+            for known in (fact.after, fact.promised_to)
+        )
+        return node_stream(node), *tokens
+
+
+class TestReplacements(NewNodesTestCase):
+    def test_one_node(self):
+        _, _, second = self.begin(1, 2)
+        found = self.run_pass(lambda: self.replace(second, aten.sin.default))
+        self.assertEqual(found, {"sin_default": ["relu_1"]})
+        self.assertEqual(self.placed("sin_default"), (2, (1,), (11,)))
+
+    def test_several_nodes_by_one(self):
+        x, first, second = self.begin(1, 1)
+
+        def change():
+            both = self.make(first, aten.sin.default, x)
+            for old in (second, first):
+                old.replace_all_uses_with(both)
+                self.graph.erase_node(old)
+
+        self.assertEqual(set(self.run_pass(change)["sin_default"]), {"relu_0", "relu_1"})
+        self.assertEqual(self.placed("sin_default"), (1, (0, 1), (10, 11)))
+
+    def test_nodes_of_several_streams_by_one(self):
+        x, first, second = self.begin(1, 2)
+
+        def change():
+            both = self.make(first, aten.sin.default, x)
+            for old in (second, first):
+                old.replace_all_uses_with(both)
+                self.graph.erase_node(old)
+
+        self.run_pass(change)
+        stream, after, before = self.placed("sin_default")
+        self.assertEqual(stream, 2)
+        self.assertEqual((set(after), set(before)), ({0, 1, -1}, {10, 11, -1}))
+
+    def test_operand_decides_between_streams(self):
+        for place in (2, 3):
+            _, first, second, third = self.begin(place, 2, 3)
+            for node in (second, third):
+                note_fact(node, reads=(ForeignRead(7, "freed"),))
+
+            def change(first=first, old=(third, second)):
+                both = self.make(old[1], aten.sin.default, first)
+                for node in old:
+                    node.replace_all_uses_with(both)
+                    self.graph.erase_node(node)
+
+            self.run_pass(change)
+            self.assertEqual(self.placed("sin_default")[0], place)
+            self.assertIsNone(fact_of(self.named("sin_default")).reads)
+
+    def test_reads_of_other_streams_memory(self):
+        _, _, second = self.begin(1, 2)
+        reads = (ForeignRead(1, "freed"),)
+        note_fact(second, reads=reads)
+        self.run_pass(lambda: self.replace(second, aten.sin.default))
+        self.assertEqual(fact_of(self.named("sin_default")).reads, reads)
+
+    def test_node_that_is_made_and_replaced_in_the_pass(self):
+        _, _, second = self.begin(0, 1)
+
+        def change():
+            self.replace(self.replace(second, aten.sin.default), aten.neg.default)
+
+        self.assertEqual(self.run_pass(change), {"neg_default": ["relu_1"]})
+        self.assertEqual(self.placed("neg_default"), (1, (1,), (11,)))
+
+    def test_node_in_between_whose_readers_get_nothing_else(self):
+        """relu(relu(x)) becomes sin(x): the inner one is erased, not replaced."""
+        x, first, second = self.begin(1, 2)
+        self.graph.output_node().args = ((second,),)
+
+        def change():
+            self.replace(second, aten.sin.default, x)
+            self.graph.erase_node(first)
+
+        self.assertEqual(set(self.run_pass(change)["sin_default"]), {"relu_0", "relu_1"})
+        self.assertEqual(self.placed("sin_default")[0], 2)
+
+    def test_writes_in_place(self):
+        """Two nodes become writes into the first one's memory."""
+        _, first, *rest = self.begin(1, 2, 3)
+
+        def change():
+            for old in rest:
+                self.make(old, aten.relu_.default, first, name=f"{old.name}_write")
+                old.replace_all_uses_with(first)
+                self.graph.erase_node(old)
+
+        found = self.run_pass(change)
+        self.assertEqual(found["relu_1_write"], ["relu_1"])
+        self.assertEqual(self.placed("relu_1_write"), (2, (1,), (11,)))
+        self.assertEqual(self.placed("relu_2_write"), (3, (2,), (12,)))
+        self.assertEqual(self.placed("relu_0"), (1, (0,), (10,)))
+
+    def test_node_that_is_placed(self):
+        _, _, second = self.begin(1, 2)
+
+        def change():
+            new = self.replace(second, aten.sin.default)
+            place_on(new, 5)
+            note_fact(new, after=(), promised_to=())
+
+        self.run_pass(change)
+        self.assertEqual(self.placed("sin_default"), (5, (), ()))
+
+    def test_marks(self):
+        _, first, second = self.begin(1, 1)
+        note_fact(first, is_dropped=True, requires=blocking_copy(0))
+        first.meta["val"] = torch.empty(4, device="meta")
+
+        def change():
+            self.replace(first, aten.sin.default)
+            self.replace(second, aten.neg.default)
+
+        self.run_pass(change)
+        facts = [fact_of(self.named(f"{name}_default")) for name in ("sin", "neg")]
+        self.assertEqual([fact.is_dropped for fact in facts], [True, False])
+        self.assertEqual([fact.requires for fact in facts], [None, None])
+
+    def test_number_for_which_the_host_waits(self):
+        _, first = self.begin(1)
+        note_fact(first, requires=blocking_copy(0))
+        target = aten._local_scalar_dense.default
+        self.run_pass(lambda: self.replace(first, target))
+        found = fact_of(self.named("_local_scalar_dense_default"))
+        self.assertEqual(found.requires, blocking_copy(0))
+
+
+class TestOtherNodes(NewNodesTestCase):
+    def test_helper_runs_where_its_reader_does(self):
+        x, first, second = self.begin(1, 2)
+
+        def change():
+            self.replace(second, aten.neg.default, self.make(second, aten.abs.default, x))
+
+        self.run_pass(change)
+        self.assertEqual(self.placed("abs_default"), (2, (1,), (11,)))
+
+    def test_helper_of_nodes_that_remain(self):
+        """Readers through a view count; what they read in eager is not read here."""
+        x, first, second = self.begin(0, 2)
+        reads = (ForeignRead(1, "freed"),)
+        note_fact(second, reads=reads)
+        note_fact(first, reads=reads)
+
+        def change():
+            made = self.make(first, aten.abs.default, x)
+            view = self.make(first, aten.alias.default, made)
+            second.args = (view,)
+
+        self.run_pass(change)
+        self.assertEqual(self.placed("abs_default"), (2, (1,), (11,)))
+        self.assertIsNone(fact_of(self.named("abs_default")).reads)
+
+    def test_view_that_was_there(self):
+        """What reads the view decides, and the view only if nothing does."""
+        for is_read, place in ((True, 2), (False, 1)):
+            x, view, reader = self.begin(1, 2)
+            view.target = aten.alias.default
+            if not is_read:
+                self.graph.output_node().args = ((view,),)
+                self.graph.erase_node(reader)
+
+            def change(x=x, view=view):
+                view.args = (self.make(view, aten.abs.default, x),)
+
+            self.run_pass(change)
+            self.assertEqual(self.placed("abs_default")[0], place)
+
+    def test_result_for_the_caller(self):
+        _, first = self.begin(1)
+
+        def change():
+            made = self.make(self.graph.output_node(), aten.clone.default, first)
+            self.graph.output_node().args = ((first, made),)
+
+        self.assertEqual(self.run_pass(change), {"clone_default": []})
+        self.assertEqual(self.placed("clone_default"), (1, (0,), (10,)))
+
+    def test_operations_of_the_stream_program(self):
+        _, first = self.begin(1)
+        output = self.graph.output_node()
+        self.run_pass(lambda: self.make(output, streams.record_event.default, 5, 1))
+        self.assertEqual(self.placed("record_event_default"), (0, None, None))
+
+    def test_streams_without_tokens(self):
+        """As in the body of a region, whose nodes have streams only."""
+        _, first, second = self.begin(0, 2)
+        for node in (first, second):
+            node.meta["custom"].pop("stream_fact")
+        self.run_pass(lambda: self.replace(second, aten.sin.default))
+        self.assertEqual(self.placed("sin_default"), (2, None, None))
+
+    def test_graphs_that_need_streams(self):
+        node = graph_of(0).graph.output_node().args[0][0]
+        self.assertTrue(needs_placement([node]))
+        note_fact(node, after=(), promised_to=())
+        self.assertFalse(needs_placement([node]))
+        place_on(node, 1)
+        self.assertTrue(needs_placement([node]))
+        self.assertFalse(needs_placement([]))
+        note_fact(node, promised_to=(state(2),))
+        place_on(node, 0)
+        self.assertTrue(needs_placement([node]))
+
+
+class TestPassLog(NewNodesTestCase):
+    def test_writes(self):
+        _, first, second = self.begin(1, 2)
+        self.graph.output_node().args = ((first,),)
+        update = self.make(second, aten.relu_.default, first)
+        reader = self.make(second, aten.neg.default, update)
+        found = [is_write(n) for n in (first, second, update, reader)]
+        self.assertEqual(found, [False, True, True, True])

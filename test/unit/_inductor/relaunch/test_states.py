@@ -8,7 +8,7 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch import attention_seeds, causes, keys
-from torch_overlay._inductor.relaunch.capture import capture as captures
+from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.causes import Code
 from torch_overlay._inductor.relaunch.states import CallKeys
 
@@ -31,7 +31,7 @@ class TestCallKeys(TestCase):
         super().setUp()
         self.enterContext(
             mock.patch.object(
-                captures,
+                capture,
                 "is_region",
                 lambda v: isinstance(v, torch.Tensor) and v.is_floating_point(),
             )

@@ -9,8 +9,8 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import causes, region_graphs as module
-from torch_overlay._inductor.relaunch.capture import capture as captures
+from torch_overlay._inductor.relaunch import causes, region_graphs
+from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import Code
@@ -82,13 +82,13 @@ class Runner:
 class AnySizeTestCase(TestCase):
     def setUp(self):
         super().setUp()
-        self.replace(captures, "is_region", lambda v: isinstance(v, torch.Tensor))
-        self.make = self.replace(module, "make_graph_for_any_size")
+        self.replace(capture, "is_region", lambda v: isinstance(v, torch.Tensor))
+        self.make = self.replace(region_graphs, "make_graph_for_any_size")
         self.arrangement, self.sized = mock.Mock(), object()
         launcher = SimpleNamespace(nodes=5)
         self.made = self.arrangement, (launcher,), self.sized
         self.make.side_effect = lambda work, seen: self.made
-        self.relaunch = self.replace(module, "Relaunch")
+        self.relaunch = self.replace(region_graphs, "Relaunch")
         self.relaunch.side_effect = lambda *args, **kwargs: SimpleNamespace(args=args, launcher=launcher, totals=[0])
         self.runner = Runner()
 
@@ -96,7 +96,7 @@ class AnySizeTestCase(TestCase):
         return self.enterContext(mock.patch.object(owner, name, value))
 
     def keys(self):
-        return [key for key in self.runner.states if key[0] is module.ANY]
+        return [key for key in self.runner.states if key[0] is region_graphs.ANY]
 
 
 class TestSeen(AnySizeTestCase):
@@ -144,7 +144,7 @@ class TestRun(AnySizeTestCase):
         (work, seen), _ = self.make.call_args
         self.assertEqual((work.numbers, seen.numbers), ({1: 5}, {1: 4}))
         self.assertEqual((work.code.saved_outputs, work.code.is_backward), (frozenset(), False))
-        self.assertEqual(self.keys(), [(module.ANY, (9,))])
+        self.assertEqual(self.keys(), [(region_graphs.ANY, (9,))])
         self.assertEqual(self.runner.states[self.keys()[0]].nodes, 5)
 
     def test_further_sizes(self):
@@ -169,7 +169,7 @@ class TestRun(AnySizeTestCase):
         self.runner.run(5, 9)
         self.assertEqual(self.runner.run(6, 8), ("launched",))
         self.assertEqual(self.make.call_args.args[0].numbers, {1: 6, 2: 8})
-        self.assertEqual(self.keys(), [(module.ANY, ())])
+        self.assertEqual(self.keys(), [(region_graphs.ANY, ())])
         self.runner.run(7, 7)
         self.assertEqual(self.make.call_count, 2)
 
