@@ -221,7 +221,7 @@ class TestPatcher(TestCase):
         self.assertTrue(state.refused)
         self.assertIsNone(state.relaunch)
         ((refused,), _) = refuse.call_args
-        self.assertEqual(refused.reason, "host-memory")
+        self.assertEqual(refused.code, "host-memory")
         self.assertIn(f"moved {executable.MOST_REBUILDS} times", refused.message)
         self.assertEqual(owner.launched(), 3)
 

@@ -218,7 +218,7 @@ def _check_counters(program: Program, start: dict[str, int]) -> None:
         raise Mismatch(f"{captured} captures, expected at most {program.captures}")
 
 
-REFUSALS, ALIVE = ("causes", "refusals"), ("live", "counts")  # module and function
+REFUSALS, ALIVE = ("causes", "refusals"), ("runners", "counts")  # module and function
 
 
 def overlay_says(module: str, name: str, default: Any) -> Any:

@@ -193,7 +193,7 @@ for _name, _arguments in {
 @client("trainer resume", "transformers", "accelerate")
 def trainer_resume(use: Use) -> Client:
     """Half of the steps, a checkpoint, and the other half by a new Trainer that resumes from it."""
-    saved = {"save_strategy": "steps", "save_steps": TRAINED // 2, "save_total_limit": 1}
+    saved = {"save_strategy": "steps", "save_steps": TRAINED // 2}
     trainer = _trainer(use, **saved)
     resumed: list[Any] = []
 

@@ -59,7 +59,6 @@ AGAIN = "again"  # the second process without graphs
 KINDS = {**SIDES, AGAIN: SIDES["off"]}
 OPTIONS = "CLIENTS_OPTIONS"  # variable of the environment of a process: JSON of the device, the steps and the folders
 LIKE_NOISE = 3.0  # times that a side may differ by more than two processes without graphs do
-SAMPLES = 32  # values of a tensor that are compared where bits differ
 TURNS = 3  # times of a turn
 
 Answer = dict[str, Any]
@@ -68,16 +67,16 @@ Answer = dict[str, Any]
 # ---- a process of one row and side
 
 
-def seen(tensors: Iterable[torch.Tensor]) -> Answer:
-    """A digest of all values, and samples of them, tensor by tensor."""
+def seen(tensors: Iterable[torch.Tensor], file: Path) -> Answer:
+    """A digest of all values, and the file that has them."""
     import torch
 
-    digest, samples = hashlib.sha256(), []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1).contiguous()
-        digest.update(flat.view(torch.uint8).cpu().numpy().tobytes())
-        samples.append(flat[:: max(1, flat.numel() // SAMPLES)].double().tolist())
-    return {"digest": digest.hexdigest(), "samples": samples}
+    flat = [tensor.detach().reshape(-1).contiguous().cpu() for tensor in tensors]
+    digest = hashlib.sha256()
+    for values in flat:
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    torch.save(flat, file)
+    return {"digest": digest.hexdigest(), "file": str(file)}
 
 
 class _Served:
@@ -122,7 +121,11 @@ class _Served:
         seconds, functions = time.perf_counter() - start, counters["stats"]["unique_graphs"]
         if not functions:
             raise RuntimeError("nothing was compiled")
-        found = {"warm s": seconds, "functions": functions, **seen([*kept, *self.client.state()])}
+        found = {
+            "warm s": seconds,
+            "functions": functions,
+            **seen([*kept, *self.client.state()], Path(self.folder, "values.pt")),
+        }
         return found | self._memory() | self._graphs()
 
     def measure(self) -> Answer:
@@ -184,20 +187,22 @@ class _Served:
 
 
 def difference(mine: Answer, plain: Answer) -> float:
-    """The largest difference of two samples, relative to the largest value of its tensor."""
-    if [len(s) for s in mine["samples"]] != [len(s) for s in plain["samples"]]:
+    """The largest difference of two values, relative to the largest value of its tensor."""
+    ours, theirs = _values(mine), _values(plain)
+    if [len(v) for v in ours] != [len(v) for v in theirs]:
         return math.inf
-    largest = 0.0
-    for ours, theirs in zip(mine["samples"], plain["samples"]):
-        scale = max(map(abs, theirs), default=0.0) or 1.0
-        for a, b in zip(ours, theirs):
-            apart = abs(a - b) / scale if a != b else 0.0
-            largest = max(largest, math.inf if math.isnan(apart) else apart)
-    return largest
+    apart = [(a - b).abs().max().item() / (b.abs().max().item() or 1.0) for a, b in zip(ours, theirs) if len(b)]
+    return max((math.inf if math.isnan(each) else each for each in apart), default=0.0)
 
 
 def finite(answer: Answer) -> bool:
-    return all(math.isfinite(value) for sample in answer["samples"] for value in sample)
+    return all(values.isfinite().all() for values in _values(answer))
+
+
+def _values(answer: Answer) -> list[torch.Tensor]:
+    import torch
+
+    return [values.double() for values in torch.load(answer["file"])]
 
 
 def equality(mine: Answer, plain: Answer, again: Answer | None) -> tuple[str, bool]:
@@ -437,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(runs, args.rows, args.sides, args.rounds)
     about = streams.describe()
     if args.out:
-        lines = [json.dumps({**about, "row": row, "sides": without_samples(sides)}) for row, sides in found.items()]
+        lines = [json.dumps({**about, "row": row, "sides": without_files(sides)}) for row, sides in found.items()]
         (args.out / "clients.jsonl").write_text("\n".join(lines) + "\n")
     if args.markdown:
         args.markdown.write_text(markdown(found))
@@ -447,8 +452,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(map(failed, found.values())) else 0
 
 
-def without_samples(sides: Mapping[str, Answer]) -> dict[str, Answer]:
-    return {side: {k: v for k, v in answer.items() if k != "samples"} for side, answer in sides.items()}
+def without_files(sides: Mapping[str, Answer]) -> dict[str, Answer]:
+    return {side: {k: v for k, v in answer.items() if k != "file"} for side, answer in sides.items()}
 
 
 if __name__ == "__main__":
