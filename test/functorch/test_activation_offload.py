@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import os
+import random
 import re
 import tempfile
 import threading
@@ -42,7 +44,7 @@ from torch_overlay._functorch.offload import (
 )
 from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
-from torch_overlay._functorch.offload.plan import _spread, choose
+from torch_overlay._functorch.offload.plan import _fits, _set, _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import attachments, causes, runner
 from torch_overlay._inductor.relaunch.launch import executable
@@ -94,6 +96,20 @@ def layers(
 def slow_back(us: float) -> Link:
     """A copy of 1 MB takes 1 us to the host, and more back."""
     return Link(out=1e6, back=MB / us, latency_us=0.0)
+
+
+def costs_of_all_sets(model: Model, budget: int, link: Link) -> Iterator[tuple[int, float]]:
+    """Missing bytes and microseconds of each set of values to copy and to compute again."""
+    able = [c for c in model.candidates if c.again is not None]
+    for again in subsets(able):
+        if all(_fits(c, [other for other in again if other is not c]) for c in again):
+            for chosen in subsets([c.name for c in model.candidates if c not in again]):
+                for rate in (link, None) if chosen else ():
+                    yield _set(model, [*chosen], budget, link, rate, [*again]).cost()[:2]
+
+
+def subsets(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(values, n) for n in range(len(values) + 1))
 
 
 class TestPlan(TestCase):
@@ -272,6 +288,20 @@ class TestPlan(TestCase):
         model = chain(8)
         model.candidates = [dataclasses.replace(c, must=c.name == "a5") for c in model.candidates]
         self.assertEqual(choose(model, 100 * MB, FAST).chosen, ("a5",))
+
+    def test_drawn_plans_cost_little_more_than_the_best_of_all_sets(self) -> None:
+        cost = least = 0.0
+        for seed in range(150):
+            rng = random.Random(seed)
+            rows = [(rng.choice((2, 5, 10, 30)), rng.choice((1, 2, 4)), rng.choice((0, 1))) for _ in range(5)]
+            again = {i: (rng.choice((0.5, 3.0, 10.0)), rng.randrange(i)) for i in range(1, 5) if rng.random() < 0.5}
+            model = layers(rows, again, rng.random() < 0.5)
+            budget, link = int(model.peak(()) * rng.choice((0.6, 0.75, 0.9))), slow_back(rng.choice((1, 5, 20)))
+            found = choose(model, budget, link)
+            missing, best = min(costs_of_all_sets(model, budget, link))
+            self.assertEqual((bool(found.chosen), max(0, found.peak - budget)), (True, missing))
+            cost, least = cost + found.exposed_us + found.recompute_us, least + best
+        self.assertLess(cost, 1.05 * least)
 
     def test_small_tensors_of_one_layer_are_given_back_if_a_large_one_suffices(self) -> None:
         sizes = {"big": 4 * MB, "small": MB // 100}
