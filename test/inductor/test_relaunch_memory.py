@@ -605,6 +605,14 @@ class TestStages(RelaunchTestCase):
                     run(inputs)
             self.assertEqual(bool(self.stages()), not is_held)
 
+    def test_outputs_are_held_to_the_end(self):
+        with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
+            run = self.backward()
+            for _ in range(2):
+                run(backward_inputs())
+        held, _, length = need_of.mock_calls[0].args
+        self.assertEqual({h.last for h in held if h.first and not h.slab}, {length})
+
     def test_stages_save_no_less_than_the_gain(self):
         with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
             run = self.backward()
