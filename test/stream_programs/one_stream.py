@@ -79,7 +79,7 @@ def rows_of_rows_updated(sleep, x, y):
 
 
 @one_stream(
-    "the host is told that a tensor is there before the last scatter into it", batches, until_event, host_reads=True
+    "an event reports a tensor to the host before the last scatter into it", batches, until_event, host_reads=True
 )
 def rows_of_rows_updated_until_event(sleep, x, y):
     t = torch.bmm(sleep(x), y)

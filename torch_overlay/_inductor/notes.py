@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GraphNotes(Notes):
     """Notes on a graph that is lowered (`GraphLowering`)."""
 
-    # What gets CUDA graphs, and what is split off; None if the graph isn't partitioned.
+    # Partitions that get CUDA graphs, and operations that are split off; None if the graph isn't partitioned.
     partitions: Partitions | None = None
     # For each result of a forward, the stream whose memory it is: `streams.saved_memory`.
     owners: tuple[int | None, ...] = ()
@@ -35,7 +35,7 @@ class ScheduleNotes(Notes):
 
     # Buffer -> the stream whose memory it is; None before a region is planned.
     memory: dict[str, int] | None = None
-    # What writes the plan of the region whose lines are generated now: a `RegionEmitter`.
+    # The `RegionEmitter` that writes the plan of the region whose lines are generated now.
     region: Any = None
     # Between partitions, stream -> the states of other streams that it has waited for; empty if all is one region.
     known: Mapping[int, frozenset[Token]] = dataclasses.field(default_factory=dict)
@@ -58,5 +58,5 @@ class WrapperNotes(Notes):
 
 
 def active_region(scheduler: Any) -> Any:
-    """Return what writes the plan of the region whose lines are generated now; None outside of planned regions."""
+    """Return the emitter of the region whose lines are generated now; None outside of planned regions."""
     return ScheduleNotes.of(scheduler).region if scheduler is not None else None

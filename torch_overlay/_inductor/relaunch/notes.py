@@ -89,7 +89,7 @@ def graph_partitions(graph: Any) -> Partitions:
 
 
 def note_partitions(graph: Any, scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
-    """Note the partitions of a graph for `of_graph`, when the scheduler has made them."""
+    """Note the partitions of a graph for `graph_partitions`, when the scheduler has made them."""
     counted, rows = [], []
     for partition, signature in zip(partitions, signatures):
         if signature.skip_cudagraph:

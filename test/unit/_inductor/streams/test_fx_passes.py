@@ -500,7 +500,7 @@ class TestOtherNodes(NewNodesTestCase):
         self.assertIsNone(fact_of(self.named("abs_default")).reads)
 
     def test_view_that_was_there(self):
-        """What reads the view decides, and the view only if nothing does."""
+        """The readers of a view decide, and the view itself only where it has none."""
         for is_read, place in ((True, 2), (False, 1)):
             x, view, reader = self.begin(1, 2)
             view.target = aten.alias.default

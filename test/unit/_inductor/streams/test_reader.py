@@ -300,7 +300,7 @@ class TestTokensOfLaunches(SchedulesTestCase):
         self.x = self.program.input(4)
 
     def launches(self, *results, enclosed=False, **options):
-        """What the kernel of each result is after, and what is after it."""
+        """The tokens before and after the kernel of each result."""
         with self.scheduled(*results, **options) as scheduler:
             self.tokens = BoundaryTokens(scheduler, scheduler.nodes, enclosed)
             order, found = list(self.program.graph.nodes), {}
@@ -383,7 +383,7 @@ class TestTokensOfLaunches(SchedulesTestCase):
         self.assertEqual(found, [({E5}, {R5})] * 2 + [(set(), set())])
 
     def test_reader_that_lost_its_tokens(self):
-        """What was said of a node before it is not said of it; nor is it unknown."""
+        """A fact of an earlier node doesn't hold of this one, which isn't unknown either."""
         self.assertEqual(self.sum_and_its_reader()[1], (set(), set()))
 
     def test_enclosed_regions_fork_and_join(self):
