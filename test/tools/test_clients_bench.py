@@ -88,26 +88,26 @@ class TestRegistry(unittest.TestCase):
 
 class TestEquality(unittest.TestCase):
     def test_bits(self) -> None:
-        self.assertEqual(clients.equality(answer(1.0), answer(1.0), None), ("bits", True))
+        self.assertEqual(clients.equality(answer(1.0), answer(1.0)), ("bits", True))
 
     def test_difference_without_noise_counts(self) -> None:
-        cell, equal = clients.equality(answer(1.0, 4.001, digest="b"), answer(1.0, 4.0), answer(1.0, 4.0))
+        cell, equal = clients.equality(answer(1.0, 4.001, digest="b"), answer(1.0, 4.0), [answer(1.0, 4.0)])
         self.assertFalse(equal)
-        self.assertEqual(cell, "DIFFER by 0.0003 (off 0; first 0.0003 in 1 of 1)")
+        self.assertEqual(cell, "DIFFER by 0.0003 (first 0.0003 in 1 of 1; off 0 in 0 of 1)")
 
     def test_difference_like_that_of_two_runs_without_graphs(self) -> None:
-        again = answer(1.0, 4.001, digest="c")
+        again = [answer(1.0, 4.0), answer(1.0, 4.001, digest="c")]
         cell, equal = clients.equality(answer(1.0, 3.998, digest="b"), answer(1.0, 4.0), again)
-        self.assertEqual((cell, equal), ("noise (0.0005, off 0.0003)", True))
+        self.assertEqual((cell, equal), ("noise (0.0005; off 0.0003 in 1 of 2)", True))
         self.assertFalse(clients.equality(answer(1.0, 3.9, digest="b"), answer(1.0, 4.0), again)[1])
 
     def test_bits_that_no_sample_shows(self) -> None:
-        self.assertFalse(clients.equality(answer(1.0, digest="b"), answer(1.0), answer(1.0))[1])
+        self.assertFalse(clients.equality(answer(1.0, digest="b"), answer(1.0), [answer(1.0)])[1])
 
     def test_nan(self) -> None:
-        cell, equal = clients.equality(answer(math.nan), answer(math.nan), None)
+        cell, equal = clients.equality(answer(math.nan), answer(math.nan))
         self.assertEqual((cell, equal), ("not finite without graphs", False))
-        self.assertFalse(clients.equality(answer(math.nan, digest="b"), answer(1.0), answer(1.1, digest="c"))[1])
+        self.assertFalse(clients.equality(answer(math.nan, digest="b"), answer(1.0), [answer(1.1, digest="c")])[1])
 
     def test_other_sizes(self) -> None:
         self.assertEqual(clients.differences(answer(1.0), answer(1.0, 2.0)), [math.inf])
@@ -116,9 +116,7 @@ class TestEquality(unittest.TestCase):
         plain, other = torch.zeros(1000), torch.zeros(1000)
         other[501] = 0.5
         found = [clients.seen([v], Path(FILES.name, str(i))) for i, v in enumerate((plain, other))]
-        self.assertEqual(
-            clients.equality(found[1], found[0], None), ("DIFFER by 0.5 (off 0; first 0.5 in 1 of 1)", False)
-        )
+        self.assertEqual(clients.equality(*reversed(found))[0], "DIFFER by 0.5 (first 0.5 in 1 of 1; off 0 in 0 of 0)")
 
 
 class TestTable(unittest.TestCase):
@@ -126,7 +124,7 @@ class TestTable(unittest.TestCase):
         error = "Unsupported: a | b\nmore"
         first = {"off": answer(1.0) | turns(4.0, 6.0), "trees": {"error": error}}
         first["relaunch"] = answer(1.0, **{"in graphs": 0.995}) | turns(2.0, 3.0)
-        return {"row": clients.merged([first, first], None)}
+        return {"row": clients.merged([first, first])}
 
     def test_cells(self) -> None:
         off, trees, relaunch = clients.cells("row", self.rows()["row"])
@@ -143,7 +141,7 @@ class TestTable(unittest.TestCase):
         row = self.rows()["row"]
         self.assertFalse(clients.failed(row))
         self.assertTrue(clients.failed(row | {"relaunch": {"error": "no memory"}}))
-        wrong = clients.merged([{"off": answer(1.0), "relaunch": answer(2.0, digest="b")}], None)
+        wrong = clients.merged([{"off": answer(1.0), "relaunch": answer(2.0, digest="b")}])
         self.assertTrue(clients.failed(wrong))
 
     def test_gate_reads_the_figures(self) -> None:

@@ -12,8 +12,8 @@ for, stock under that mode whose code runs without graphs. A process that fails,
 its own cells. The sides of a row warm up one after another, then measure alone, in both orders; another of the
 `--rounds` has new processes and the caches of the one before.
 
-    values    bits: those of `off`, bit for bit; noise: they differ by as much as those of a second process of `off` do,
-              which runs only where some side isn't equal; else the largest difference relative to a tensor's largest
+    values    bits: those of `off`, bit for bit; noise: they differ by as much as those of further processes of `off`,
+              which run only where some side isn't equal; else the largest difference relative to a tensor's largest
               value, and that of the first tensor that differs. Without --autotune all of them choose kernels without
               measuring (Inductor's `deterministic`), which may be slower ones
     ms        a step: the median over the turns
@@ -52,21 +52,22 @@ from models import Process, serve  # noqa: E402  # pyrefly: ignore[missing-impor
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
 SIDES = ("off", "trees", "relaunch")
-AGAIN, CODE = "again", "code"  # the second process without graphs; code for graphs without them
+CODE = "code"  # code for graphs without them
+AGAINS = 3  # further processes without graphs, where a side's values are different
 KINDS = {  # -> environment, mode for graphs?
     "off": ("stock", False),
     "trees": ("stock", True),
     "relaunch": ("relaunch", True),
     CODE: ("stock", True),
-    AGAIN: ("stock", False),
+    **{f"again {n}": ("stock", False) for n in range(AGAINS)},
 }
 OPTIONS = "CLIENTS_OPTIONS"  # variable of the environment of a process: JSON of the device, the steps and the folders
-LIKE_NOISE = 3.0  # times that a side may differ by more than two processes without graphs do
+LIKE_NOISE = 3.0  # times that a side may differ by more than processes without graphs do
 TURNS = 3  # times of a turn
 
 Answer = dict[str, Any]
@@ -101,7 +102,8 @@ class _Served:
         if side == CODE:
             import torch._inductor.compile_fx
 
-            torch._inductor.compile_fx.cudagraphify = lambda model, **_: model
+            inductor: Any = torch._inductor.compile_fx
+            inductor.cudagraphify = lambda model, **_: model
         if self.device == "cpu":
             import torch._inductor.compile_fx
             from torch._dynamo.backends.debugging import aot_eager
@@ -210,19 +212,22 @@ def differences(mine: Answer, plain: Answer) -> list[float]:
     return [math.inf if math.isnan(each) else each for each in apart]
 
 
-def equality(mine: Answer, plain: Answer, again: Answer | None) -> tuple[str, bool]:
+def equality(mine: Answer, plain: Answer, again: Sequence[Answer] = ()) -> tuple[str, bool]:
     """The cell about values, and whether they count as equal to those without graphs."""
     if not plain["finite"]:
         return "not finite without graphs", False
     if mine["digest"] == plain["digest"]:
         return "bits", True
+    others = [other for other in again if other.get("digest", plain["digest"]) != plain["digest"]]
     apart = differences(mine, plain)
-    largest = max(apart, default=0.0)
-    noise = max(differences(again, plain), default=0.0) if again and "digest" in again else 0.0
+    largest, noise = (
+        max([0.0, *found]) for found in (apart, [d for other in others for d in differences(other, plain)])
+    )
+    off = f"off {noise:.1g} in {len(others)} of {len(again)}"
     if noise > 0 and largest <= LIKE_NOISE * noise:
-        return f"noise ({largest:.1g}, off {noise:.1g})", True
-    first = next(((n, each) for n, each in enumerate(apart, 1) if each), (0, 0.0))
-    return f"DIFFER by {largest:.1g} (off {noise:.1g}; first {first[1]:.1g} in {first[0]} of {len(apart)})", False
+        return f"noise ({largest:.1g}; {off})", True
+    first = next((f"{each:.1g} in {n} of {len(apart)}" for n, each in enumerate(apart, 1) if each), "none")
+    return f"DIFFER by {largest:.1g} (first {first}; {off})", False
 
 
 class Runs:
@@ -301,7 +306,7 @@ class Runs:
                 process.stop()
 
 
-def merged(rounds: Sequence[dict[str, Answer]], again: Answer | None) -> dict[str, Answer]:
+def merged(rounds: Sequence[dict[str, Answer]], again: Sequence[Answer] = ()) -> dict[str, Answer]:
     """One answer for each side, of all rounds: an error of any of them, the medians of the turns, the last values."""
     found: dict[str, Answer] = {}
     for side in dict.fromkeys(side for each in rounds for side in each):
@@ -326,26 +331,25 @@ def unequal(sides: Mapping[str, Answer]) -> bool:
     return len({answer["digest"] for answer in sides.values() if "digest" in answer}) > 1
 
 
-def measure(runs: Runs, rows: Sequence[str], sides: Sequence[str], rounds: int) -> dict[str, dict[str, Answer]]:
-    """A row after the other, alone."""
-    found: dict[str, dict[str, Answer]] = {}
+def measure(runs: Runs, row: str, sides: Sequence[str], rounds: int) -> dict[str, Answer]:
+    """A row, alone."""
+    each = [runs.round(row, sides) for _ in range(rounds) if time.monotonic() < runs.deadline]
+    each = each or [{side: {"error": "out of time"} for side in sides}]
+    return merged(each, [runs.once(row, f"again {n}") for n in range(AGAINS)] if unequal(each[-1]) else ())
+
+
+def compare(
+    runs: Runs, rows: Sequence[str], sides: Sequence[str], pool: concurrent.futures.Executor
+) -> Iterator[tuple[str, dict[str, Answer]]]:
+    """The rows in turn, as many processes at a time as the pool has, and no times."""
+    first = {row: {side: pool.submit(runs.once, row, side) for side in sides} for row in rows}
+    again: dict[str, list[concurrent.futures.Future[Answer]]] = {}
     for row in rows:
-        each = [runs.round(row, sides) for _ in range(rounds) if time.monotonic() < runs.deadline]
-        each = each or [{side: {"error": "out of time"} for side in sides}]
-        again = runs.once(row, AGAIN) if unequal(each[-1]) else None
-        found[row] = merged(each, again)
-        for line in cells(row, found[row]):
-            print("  ".join([row, *line[1:]]), file=sys.stderr, flush=True)
-    return found
-
-
-def compare(runs: Runs, rows: Sequence[str], sides: Sequence[str], jobs: int) -> dict[str, dict[str, Answer]]:
-    """As many processes at a time as there are jobs, and no times."""
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = {(row, side): pool.submit(runs.once, row, side) for row in rows for side in sides}
-        first = {row: {side: futures[row, side].result() for side in sides} for row in rows}
-        again = {row: pool.submit(runs.once, row, AGAIN) for row in rows if unequal(first[row])}
-        return {row: merged([first[row]], again[row].result() if row in again else None) for row in rows}
+        found = {side: future.result() for side, future in first[row].items()}
+        again[row] = [pool.submit(runs.once, row, f"again {n}") for n in range(AGAINS)] if unequal(found) else []
+    for row in rows:
+        found = {side: future.result() for side, future in first[row].items()}
+        yield row, merged([found], [future.result() for future in again[row]])
 
 
 # ---- what comes out
@@ -445,14 +449,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.serve:
         serve(lambda: _Served(*args.serve))
     runs = Runs(args)
-    if args.jobs > 1 or args.device == "cpu":
-        found = compare(runs, args.rows, args.sides, args.jobs)
-    else:
-        found = measure(runs, args.rows, args.sides, args.rounds)
-    about = streams.describe()
+    about, found = streams.describe(), {}
     if args.out:
-        lines = [json.dumps({**about, "row": row, "sides": without_files(sides)}) for row, sides in found.items()]
-        (args.out / "clients.jsonl").write_text("\n".join(lines) + "\n")
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "clients.jsonl").write_text("")
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        if args.jobs > 1 or args.device == "cpu":
+            results = compare(runs, args.rows, args.sides, pool)
+        else:
+            results = ((row, measure(runs, row, args.sides, args.rounds)) for row in args.rows)
+        for row, sides in results:  # of a command that is stopped, the rows before are kept
+            found[row] = sides
+            for line in cells(row, sides):
+                print("  ".join([row, *line[1:]]), file=sys.stderr, flush=True)
+            if args.out:
+                with (args.out / "clients.jsonl").open("a") as file:
+                    file.write(json.dumps({**about, "row": row, "sides": without_files(sides)}) + "\n")
     if args.markdown:
         args.markdown.write_text(markdown(found))
     records.write(args.jsonl, about, {"clients": {row: figures(sides) for row, sides in found.items()}})
