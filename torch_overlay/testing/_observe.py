@@ -69,6 +69,7 @@ class Region:
     wrapper: str | None = None
     lines: tuple[str, ...] = ()  # the user's lines of each line of `wrapper`, joined by "; "
     plans: list[Any] = dataclasses.field(default_factory=list)
+    places: dict[str, str] = dataclasses.field(default_factory=dict)  # the user's lines of each operation of the plans
     copies: Any = None  # of saved activations: offload_log.Copies
     blocking: list[Any] = dataclasses.field(default_factory=list)  # copy_log.BlockingCopy
 
@@ -131,7 +132,9 @@ class _Observer:
         from torch._inductor import compile_fx
         from torch._inductor.graph import GraphLowering
         from torch._inductor.utils import ValueWithLineMap
+        from torch._inductor.virtualized import V
 
+        origins = Origins()
         call_backend = OutputGraph.call_user_compiler
         lower = compile_fx.fx_codegen_and_compile
         codegen = GraphLowering.codegen
@@ -164,8 +167,10 @@ class _Observer:
             log_graph_break(tx, code_options, reason, exc)
 
         def keep_plan(plan: Any) -> None:
-            regions = self.seen.regions
-            (regions[-1] if regions else self._region()).plans.append(plan)
+            region = self.seen.regions[-1] if self.seen.regions else self._region()
+            region.plans.append(plan)
+            for node in V.graph.scheduler.nodes:
+                region.places[node.get_name()] = origins.lines_of([node])
 
         def keep_offload(found: Any) -> None:
             if hasattr(found, "choice"):
@@ -178,7 +183,7 @@ class _Observer:
                 self.seen.regions[-1].blocking += found
 
         with (
-            Origins().marked(),
+            origins.marked(),
             mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
             mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
             mock.patch.object(GraphLowering, "codegen", keep_wrapper),

@@ -180,9 +180,12 @@ class Diagnosis:
             lines += ["", "Tried:", *(f"   {trial}" for trial in self.trials)]
         return "\n".join([*lines, "", self.first()])
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         plain = dataclasses.asdict(dataclasses.replace(self, results=()))
-        return json.dumps({**plain, **self.device_us(), "first": self.first()})
+        return {**plain, **self.device_us(), "first": self.first()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
 
     def guards(self) -> str:
         """Say what Dynamo's guards take of a step; nothing if that is little."""
