@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import re
+import time
 import traceback
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -19,7 +20,7 @@ from torch_overlay.testing._simulate import active
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Compiled:
     compile_log: list[str] = dataclasses.field(default_factory=list)
     output: Any = None
     error: Exception | None = None
+    began_ns: int = 0  # time at which the first graph reached the compiler
+    at_first: Callable[[], None] = lambda: None  # called then
 
     @property
     def graphs(self) -> list[str]:
@@ -141,6 +144,9 @@ class _Observer:
         log_graph_break = InstructionTranslatorBase.log_graph_break
 
         def keep_frame(output: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            if not self.seen.frames:
+                self.seen.began_ns = time.time_ns()
+                self.seen.at_first()
             frame = _frame(output.root_tx.f_code, gm)
             self.seen.frames.append(frame)
             self._frames[torch._guards.CompileContext.current_compile_id()] = frame
