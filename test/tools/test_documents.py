@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from pages import blocks, DOCUMENTS, PAGES, paragraphs, tables, without_code
+
 import form
 
 
-DOCUMENTS = sorted([*form.ROOT.glob("*.md"), *form.ROOT.glob("docs/*.md"), *form.ROOT.glob("examples/*.md")])
-PAGES = [page for page in DOCUMENTS if page.parent.name != "examples"]
 PLOT = form.ROOT / "tools" / "bench" / "plot.py"
 # Where a sentence begins: a paragraph, an item of a list, a cell, or the end of the sentence before, and marks of bold.
-BEGIN = r"(?:^|[.!?:;|] |\n\n|^[-*] |^\d+\. )(?:\*\*|_)?"
+BEGIN = r"(?:^|[.!?:;|] |^[-*] |^\d+\. |^#+ )(?:\*\*|_)?"
 PHRASES = {
     "a clause as the subject": re.compile(rf"{BEGIN}(?:What|Who|Whoever|That which)\b(?![^.|]*\?)", re.M),
+    "a clause as a cell": re.compile(r"\| (?:what|who) "),
     "a pronoun as the subject": re.compile(rf"{BEGIN}(?:Those|Others|The ones)\b", re.M),
     "reported, not told": re.compile(r"\b(?:is|are) told\b"),
     "no heroics": re.compile(r"nobody would miss|blocks nobody|finds? \w+ at once|costs nothing", re.I),
@@ -36,30 +37,6 @@ def anchors(text: str) -> set[str]:
     """Of the headings, as they are made for Markdown."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
-
-
-def without_code(text: str) -> str:
-    """The page without blocks of code, code in a line, targets of links and remarks."""
-    for pattern in (r"^```.*?^```", r"^(?: {4}\S.*\n)+", r"<!--.*?-->"):
-        text = re.sub(pattern, "", text, flags=re.M | re.S if "*?" in pattern else re.M)
-    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`", text))
-
-
-def paragraphs(text: str) -> list[str]:
-    """Prose alone: no headings and no tables; an item of a list is a paragraph."""
-    parts = re.split(r"\n\s*\n|\n(?=(?:- |\d+\. ))", without_code(text))
-    return [part for part in map(str.strip, parts) if part and part[0] not in "#|!"]
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (form.ROOT / page).read_text(), re.M | re.S)
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """Tables of a page, as rows of cells; the head is the first row."""
-    found = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    rows = [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in each.splitlines()] for each in found]
-    return [[row for n, row in enumerate(table) if n != 1] for table in rows]
 
 
 class TestDocuments(unittest.TestCase):
@@ -93,6 +70,8 @@ class TestDocuments(unittest.TestCase):
         for text, rule in (
             ("It runs. What is left stays.", "a clause as the subject"),
             ("- **Who waits** may read.", "a clause as the subject"),
+            ("## Who gains", "a clause as the subject"),
+            ("| name | what it does |", "a clause as a cell"),
             ("| Those of a backward | 3 |", "a pronoun as the subject"),
             ("The error is told.", "reported, not told"),
             ("A size costs nothing.", "no heroics"),
@@ -157,7 +136,7 @@ class TestDocuments(unittest.TestCase):
         named = set(re.findall(r"`([\w/]+\.(?:py|c))`", text))
         self.assertGreater(len(named), 30)
         self.assertEqual({name for name in named if not any(file.endswith(f"/{name}") for file in files)}, set())
-        notes = set(re.findall(r"Note \[[^\]]+\]", text.replace("\n", " ")))
+        notes = set(re.findall(r"Note \[[^\]]+\]", " ".join(text.split())))
         sources = "".join(
             path.read_text() for end in ("py", "c") for path in (form.ROOT / "torch_overlay").rglob(f"*.{end}")
         )
@@ -204,7 +183,7 @@ class TestPrograms(unittest.TestCase):
 class TestHelp(unittest.TestCase):
     @form.overlay_only
     def test_prose(self) -> None:
-        from torch_overlay.__main__ import COMMANDS, main
+        from torch_overlay._cli.commands import COMMANDS, main
 
         for command in ("", *COMMANDS):
             printed = io.StringIO()
