@@ -153,6 +153,7 @@ def make_status(installer: Installer) -> Status:
     why = installer.off_because
     if installer.enabled:
         why = f"{count['installed']} seams installed, {count['waiting']} waiting for their module to be imported"
+        why += f"; {verify.untested()}" * bool(verify.untested())
     if missed:
         why += f", {count['missed']} missed: an import hook loaded their modules past the overlay"
     if taken:
@@ -161,7 +162,7 @@ def make_status(installer: Installer) -> Status:
         enabled=installer.enabled,
         why=why,
         version=__version__,
-        base={"torch": base["torch"], "triton": base["triton"], "python": "3.11 or 3.12"},
+        base={"torch": base["torch"], "triton": base["triton"], "python": "3.11 to 3.15"},
         found={
             "torch": installed_version("torch"),
             "triton": installed_version("triton"),
