@@ -32,7 +32,8 @@ FILES = tempfile.TemporaryDirectory()
 def answer(*values: float, digest: str = "a", **more: Any) -> dict[str, Any]:
     file = Path(FILES.name, repr(values))
     torch.save([torch.tensor(values, dtype=torch.float64)], file)
-    return {"digest": digest, "file": str(file), "warm s": 2.0, "captures": 3, **more}
+    finite = all(map(math.isfinite, values))
+    return {"digest": digest, "finite": finite, "file": str(file), "warm s": 2.0, "captures": 3, **more}
 
 
 def turns(*ms: float) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class TestRegistry(unittest.TestCase):
                         self.assertNotEqual(
                             before["digest"], clients.seen(client.state(), Path(folder, "before"))["digest"]
                         )
-                self.assertTrue(clients.finite(found[0]))
+                self.assertTrue(found[0]["finite"])
                 self.assertEqual(found[0], found[1])
 
     def test_program_that_compiles_nothing_is_an_error(self) -> None:
@@ -92,7 +93,7 @@ class TestEquality(unittest.TestCase):
     def test_difference_without_noise_counts(self) -> None:
         cell, equal = clients.equality(answer(1.0, 4.001, digest="b"), answer(1.0, 4.0), answer(1.0, 4.0))
         self.assertFalse(equal)
-        self.assertEqual(cell, "DIFFER by 0.0003 (off 0)")
+        self.assertEqual(cell, "DIFFER by 0.0003 (off 0; first 0.0003 in 1 of 1)")
 
     def test_difference_like_that_of_two_runs_without_graphs(self) -> None:
         again = answer(1.0, 4.001, digest="c")
@@ -109,13 +110,15 @@ class TestEquality(unittest.TestCase):
         self.assertFalse(clients.equality(answer(math.nan, digest="b"), answer(1.0), answer(1.1, digest="c"))[1])
 
     def test_other_sizes(self) -> None:
-        self.assertEqual(clients.difference(answer(1.0), answer(1.0, 2.0)), math.inf)
+        self.assertEqual(clients.differences(answer(1.0), answer(1.0, 2.0)), [math.inf])
 
     def test_one_value_of_many(self) -> None:
         plain, other = torch.zeros(1000), torch.zeros(1000)
         other[501] = 0.5
         found = [clients.seen([v], Path(FILES.name, str(i))) for i, v in enumerate((plain, other))]
-        self.assertEqual(clients.equality(found[1], found[0], None), ("DIFFER by 0.5 (off 0)", False))
+        self.assertEqual(
+            clients.equality(found[1], found[0], None), ("DIFFER by 0.5 (off 0; first 0.5 in 1 of 1)", False)
+        )
 
 
 class TestTable(unittest.TestCase):

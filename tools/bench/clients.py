@@ -3,17 +3,19 @@
 
     python tools/bench/clients.py --out DIR [--rows trainer,nanogpt] [--sides off,trees,relaunch] [--rounds 3]
     python tools/bench/clients.py --jobs 6 ...                 whether the values are equal, and no times
+    python tools/bench/clients.py --sides off,code ...         what code for graphs computes without them
     python tools/bench/clients.py --device cpu --jobs 2 ...    whether they run at all: small, and traced, not compiled
 
 A row is a program of `client_rows`, each side of it a process of its own with compile caches of its own: `off` is stock
-without graphs, `trees` stock under mode="reduce-overhead", `relaunch` the same with the overlay. A process that fails,
-or takes longer than --timeout, costs its own cells. The sides of a row warm up one after another, then measure alone,
-in both orders; another of the `--rounds` has new processes and the caches of the one before.
+without graphs, `trees` stock under mode="reduce-overhead", `relaunch` the same with the overlay, and `code`, if asked
+for, stock under that mode whose code runs without graphs. A process that fails, or takes longer than --timeout, costs
+its own cells. The sides of a row warm up one after another, then measure alone, in both orders; another of the
+`--rounds` has new processes and the caches of the one before.
 
     values    bits: those of `off`, bit for bit; noise: they differ by as much as those of a second process of `off` do,
               which runs only where some side isn't equal; else the largest difference relative to a tensor's largest
-              value. Without --autotune all of them choose kernels without measuring (Inductor's `deterministic`),
-              which may be slower ones
+              value, and that of the first tensor that differs. Without --autotune all of them choose kernels without
+              measuring (Inductor's `deterministic`), which may be slower ones
     ms        a step: the median over the turns
     reserved, device    MiB of the allocator, and of the device since the process began to use it
     warm-up   s until the program has run a few times: of the first round, and with warm caches, of the last one
@@ -54,9 +56,15 @@ if TYPE_CHECKING:
 
     import torch
 
-SIDES = {"off": ("stock", False), "trees": ("stock", True), "relaunch": ("relaunch", True)}  # -> environment, graphs?
-AGAIN = "again"  # the second process without graphs
-KINDS = {**SIDES, AGAIN: SIDES["off"]}
+SIDES = ("off", "trees", "relaunch")
+AGAIN, CODE = "again", "code"  # the second process without graphs; code for graphs without them
+KINDS = {  # -> environment, mode for graphs?
+    "off": ("stock", False),
+    "trees": ("stock", True),
+    "relaunch": ("relaunch", True),
+    CODE: ("stock", True),
+    AGAIN: ("stock", False),
+}
 OPTIONS = "CLIENTS_OPTIONS"  # variable of the environment of a process: JSON of the device, the steps and the folders
 LIKE_NOISE = 3.0  # times that a side may differ by more than two processes without graphs do
 TURNS = 3  # times of a turn
@@ -68,7 +76,7 @@ Answer = dict[str, Any]
 
 
 def seen(tensors: Iterable[torch.Tensor], file: Path) -> Answer:
-    """A digest of all values, and the file that has them."""
+    """A digest of all values, whether they are finite, and the file that has them."""
     import torch
 
     flat = [tensor.detach().reshape(-1).contiguous().cpu() for tensor in tensors]
@@ -76,7 +84,8 @@ def seen(tensors: Iterable[torch.Tensor], file: Path) -> Answer:
     for values in flat:
         digest.update(values.view(torch.uint8).numpy().tobytes())
     torch.save(flat, file)
-    return {"digest": digest.hexdigest(), "file": str(file)}
+    finite = all(bool(values.isfinite().all()) for values in flat)
+    return {"digest": digest.hexdigest(), "finite": finite, "file": str(file)}
 
 
 class _Served:
@@ -89,6 +98,10 @@ class _Served:
         self.kind, self.graphs = KINDS[side]
         if self.kind == "relaunch":
             import torch_overlay  # noqa: F401
+        if side == CODE:
+            import torch._inductor.compile_fx
+
+            torch._inductor.compile_fx.cudagraphify = lambda model, **_: model
         if self.device == "cpu":
             import torch._inductor.compile_fx
             from torch._dynamo.backends.debugging import aot_eager
@@ -186,36 +199,30 @@ class _Served:
 # ---- the rows
 
 
-def difference(mine: Answer, plain: Answer) -> float:
-    """The largest difference of two values, relative to the largest value of its tensor."""
-    ours, theirs = _values(mine), _values(plain)
-    if [len(v) for v in ours] != [len(v) for v in theirs]:
-        return math.inf
-    apart = [(a - b).abs().max().item() / (b.abs().max().item() or 1.0) for a, b in zip(ours, theirs) if len(b)]
-    return max((math.inf if math.isnan(each) else each for each in apart), default=0.0)
-
-
-def finite(answer: Answer) -> bool:
-    return all(values.isfinite().all() for values in _values(answer))
-
-
-def _values(answer: Answer) -> list[torch.Tensor]:
+def differences(mine: Answer, plain: Answer) -> list[float]:
+    """Of each tensor the largest difference of two values, relative to its largest value."""
     import torch
 
-    return [values.double() for values in torch.load(answer["file"])]
+    ours, theirs = ([values.double() for values in torch.load(answer["file"])] for answer in (mine, plain))
+    if [len(v) for v in ours] != [len(v) for v in theirs]:
+        return [math.inf]
+    apart = [(a - b).abs().max().item() / (b.abs().max().item() or 1.0) for a, b in zip(ours, theirs) if len(b)]
+    return [math.inf if math.isnan(each) else each for each in apart]
 
 
 def equality(mine: Answer, plain: Answer, again: Answer | None) -> tuple[str, bool]:
     """The cell about values, and whether they count as equal to those without graphs."""
-    if not finite(plain):
+    if not plain["finite"]:
         return "not finite without graphs", False
     if mine["digest"] == plain["digest"]:
         return "bits", True
-    apart = difference(mine, plain)
-    noise = difference(again, plain) if again and "digest" in again else 0.0
-    if noise > 0 and apart <= LIKE_NOISE * noise:
-        return f"noise ({apart:.1g}, off {noise:.1g})", True
-    return f"DIFFER by {apart:.1g} (off {noise:.1g})", False
+    apart = differences(mine, plain)
+    largest = max(apart, default=0.0)
+    noise = max(differences(again, plain), default=0.0) if again and "digest" in again else 0.0
+    if noise > 0 and largest <= LIKE_NOISE * noise:
+        return f"noise ({largest:.1g}, off {noise:.1g})", True
+    first = next(((n, each) for n, each in enumerate(apart, 1) if each), (0, 0.0))
+    return f"DIFFER by {largest:.1g} (off {noise:.1g}; first {first[1]:.1g} in {first[0]} of {len(apart)})", False
 
 
 class Runs:
@@ -421,7 +428,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=some(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--sides", type=some(SIDES), default=list(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument(
+        "--sides", type=some([*SIDES, CODE]), default=list(SIDES), help=f"of {', '.join([*SIDES, CODE])}"
+    )
     parser.add_argument("--steps", type=records.positive, default=96, help="steps of a turn")
     parser.add_argument("--rounds", type=records.positive, default=1, help="rounds, each of two turns of a side")
     parser.add_argument("--jobs", type=records.positive, default=1, help="processes at a time; with several, no times")
