@@ -8,7 +8,7 @@ import form
 
 
 DOCUMENTS = sorted([*form.ROOT.glob("*.md"), *form.ROOT.glob("docs/*.md"), *form.ROOT.glob("examples/*.md")])
-PAGES = [page for page in DOCUMENTS if page.parent.name != "examples"]
+PAGES = [page for page in DOCUMENTS if page.parent.name != "examples" and page.name != "CHANGELOG.md"]
 
 
 def without_code(text: str) -> str:
