@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -194,6 +195,21 @@ class TestHelp(unittest.TestCase):
             for rule, pattern in PHRASES.items():
                 with self.subTest(f"{command}: {rule}"):
                     self.assertEqual([text[m.start() : m.start() + 60] for m in pattern.finditer(text)], [])
+
+    @form.overlay_only
+    def test_all_options_are_in_the_page_of_tools(self) -> None:
+        from torch_overlay._cli.commands import COMMANDS, parser
+
+        text = (form.ROOT / "docs" / "tools.md").read_text()
+        rows = [(row[0], row[1]) for table in tables(text) for row in table if row[0].startswith("`--")]
+        (commands,) = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
+        self.assertEqual(list(commands.choices), list(COMMANDS))
+        for command, options in commands.choices.items():
+            for action in options._actions:
+                if action.option_strings and action.help != argparse.SUPPRESS and action.dest != "help":
+                    with self.subTest(f"{command} {action.option_strings}"):
+                        named = [of for names, of in rows if all(f"`{o}" in names for o in action.option_strings)]
+                        self.assertTrue([of for of in named if of == "all" or f"`{command}`" in of])
 
 
 class TestPlot(unittest.TestCase):
