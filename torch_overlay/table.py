@@ -16,9 +16,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def titled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose cells may have several lines."""
+    """Return a table whose cells may have several lines; without a head if no column has a name."""
     lines = []
-    for row in (columns, *rows):
+    for row in (*([columns] if any(columns) else ()), *rows):
         cells = [cell.split("\n") for cell in row]
         lines += [[c[i] if i < len(c) else "" for c in cells] for i in range(max(map(len, cells)))]
     return "\n".join([title, *aligned(lines)])

@@ -99,8 +99,8 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "status": Command(
         "the machine, the installed PyTorch, the options and the seams",
-        "The status has GPU, driver and C compiler, the installed PyTorch, the options with their values and the place\n"
-        "where they were set, and the number of installed seams.",
+        "The status has GPU, driver and C compiler, the installed PyTorch, the options with their values and where\n"
+        "they were set, and the number of installed seams.",
         options=_status,
     ),
     "explain": Command(
@@ -295,9 +295,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments and ":" in (target := options.target):  # a function has no arguments, so they are options
         before = argv[: len(argv) - len(arguments) - 1]
         options, unknown = whole.parse_known_args([*before, *arguments, target])
-        if options.target != target or options.arguments:
-            words = [word for word in (options.target, *options.arguments) if word != target]
-            raise UsageError(f"{target} is called on its example inputs, and takes no {' '.join(words)}")
+        unknown += [word for word in (options.target, *options.arguments) if word != target]
     if unknown:
         raise UsageError(f"no option or argument {' '.join(unknown)} (`{whole.prog} {options.command} --help`)")
     if not options.command:
@@ -363,7 +361,7 @@ def _run(options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             print(f"{options.command}: --out {name} could not be written: {error}", file=sys.stderr)
             return 2
-        print(f"wrote {name}", file=sys.stderr if options.json else sys.stdout)
+        print(f"wrote {name}", file=sys.stderr)
     return outcome.status
 
 

@@ -268,9 +268,11 @@ td, th {{ border-bottom: 1px solid #8886; padding: .5rem; text-align: left; vert
 pre {{ margin: .3rem 0; white-space: pre-wrap; overflow-wrap: anywhere }}
 .timeline {{ width: 100%; background: #8882 }}
 .lanes {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0 1rem; margin: .3rem 0 }}
-rect.in {{ fill: var(--in) }} rect.out {{ fill: var(--out) }} span.in {{ color: var(--in) }} span.out {{ color: var(--out) }}
+rect.in {{ fill: var(--in) }} rect.out {{ fill: var(--out) }}
+span.in {{ color: var(--in) }} span.out {{ color: var(--out) }}
 .first {{ border-left: 4px solid var(--in); padding: .3rem .8rem }}
-@media (max-width: 40rem) {{ th {{ display: none }} td {{ display: block; border: 0; padding: .2rem 0; text-align: left }}
+@media (max-width: 40rem) {{ th {{ display: none }}
+td {{ display: block; border: 0; padding: .2rem 0; text-align: left }}
 td.n {{ display: inline-block; padding-right: 1rem }} td.n:not(:empty)::before {{ content: attr(data-of) " " }}
 tr {{ display: block; border-bottom: 1px solid #8886; padding: .5rem 0 }} }}
 </style></head><body><h1>{title}</h1><p>{where}: {share} % of kernel launches are in CUDA graphs.{step}

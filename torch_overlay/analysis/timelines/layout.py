@@ -34,9 +34,9 @@ WIDTH, LEFT, MARGIN = 400, 84, 8
 ROOM = WIDTH - LEFT - MARGIN  # for time
 FONT, CHARACTER, LABEL = 9, 5.5, 10  # size of the monospace text, width and height of a character
 BOX, PAD, TICKS, GAP = 18, 5, 18, 16  # heights: of a box, around it, of the axis, between rows
-LEVELS, MOST_ROWS = 3, 24
+LEVELS, MOST_ROWS = 3, 40
 LONGEST = 26  # characters of a name
-LEAST_IN_ROW = 16  # slices, on average
+LEAST_IN_ROW = 3  # slices of each lane, on average
 MEMORY = 30
 
 
@@ -142,7 +142,8 @@ def _rows(timeline: Timeline) -> int:
     if not widths:
         return 1
     wanted = 4.5 * CHARACTER / max(widths[len(widths) // 4], 1e-3)
-    return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, math.ceil(len(widths) / LEAST_IN_ROW))
+    most = math.ceil(len(widths) / (LEAST_IN_ROW * len(timeline.lanes)))
+    return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, most)
 
 
 def _fill(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> None:
