@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import os
 import pickle
 import shlex
@@ -22,6 +23,7 @@ import threading
 import types
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import form
@@ -29,7 +31,9 @@ from fake_upstream import FakeUpstream, HOLDER, OURS, UPSTREAM
 
 
 if not form.PATCHED:
-    from torch_overlay.__main__ import COMMANDS, main
+    from torch_overlay.__main__ import main
+    from torch_overlay._cli import commands, demo, screen
+    from torch_overlay._cli.commands import COMMANDS, STATUSES
     from torch_overlay._engine import verify
     from torch_overlay._engine.install import Installer
     from torch_overlay._engine.late_import import forget_after_import, is_importing
@@ -829,6 +833,34 @@ assert torch_overlay.status().enabled
         self.assertEqual(self.output(code).count(" line"), 2)
 
 
+EXITS = """
+    import torch
+
+    side = torch.cuda.Stream()
+
+    def f(x):
+        return x.sin() + 1
+
+    def branches(x):
+        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a - 1, (x.sin(),)).cos()
+
+    def races(x):
+        with torch.cuda.stream(side):
+            a = x * 2
+        torch._dynamo.graph_break()
+        return a + 1
+
+    def fails(x):
+        raise KeyError("model")
+
+    def stops(x):
+        raise KeyboardInterrupt
+
+    def example_inputs():
+        return torch.randn(8, device="cuda")
+"""
+
+
 @form.overlay_only
 class TestCommandLine(unittest.TestCase):
     def command(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -847,15 +879,27 @@ class TestCommandLine(unittest.TestCase):
             status = main(list(arguments))
         return status, out.getvalue(), errors.getvalue()
 
-    def test_status_lists_base_features_and_every_seam(self) -> None:
+    def test_status_begins_with_the_machine_and_counts_seams(self) -> None:
         from torch_overlay.seam_table import SEAMS
 
         status, out, _ = self.here("status")
         self.assertEqual(status, 0)
+        words = ("GPU", "driver", "C compiler", verify.base()["torch"], "fold_branches_below_us")
+        found = [out.index(word) for word in (*words, "Seams", "enabled")]
+        self.assertEqual(found, sorted(found))
+        self.assertNotIn(SEAMS[0].target, out)
+
+    def test_status_lists_seams_and_is_data(self) -> None:
+        from torch_overlay.seam_table import SEAMS
+
+        with mock.patch.dict("os.environ", COLUMNS="200"):
+            _, out, _ = self.here("status", "--seams")
+        found = json.loads(self.here("status", "--json")[1])
         for seam in SEAMS:
             self.assertIn(seam.target, out)
-        for word in ("enabled", verify.base()["torch"], "streams", "default"):
-            self.assertIn(word, out)
+        self.assertEqual([seam["target"] for seam in found["seams"]], [seam.target for seam in SEAMS])
+        self.assertEqual({o["name"]: o["value"] for o in found["options"]}["cudagraphs"], "relaunch")
+        self.assertIn("C compiler", found["machine"])
 
     def test_every_option_is_a_feature(self) -> None:
         features = {feature.name for feature in form.overlay.status().features}
@@ -865,13 +909,12 @@ class TestCommandLine(unittest.TestCase):
     def test_status_says_who_switched_a_feature_off(self) -> None:
         result = self.command("status", TORCH_OVERLAY_STREAMS="0")
         self.assertIn("TORCH_OVERLAY_STREAMS is set in the environment", result.stdout)
-        self.assertRegex(result.stdout, r"streams\W+off")
+        self.assertRegex(result.stdout, r"streams\W+False")
 
     def test_commands_when_disabled_by_the_environment(self) -> None:
         code = "from torch_overlay.__main__ import main\n"
-        code += (
-            "for command in ['status'], ['check', 'model.py:f'], ['explain', 'no.py']: print('status', main(command))"
-        )
+        code += f"for command in ['status'], ['check', {__file__ + ':f'!r}], ['explain', {__file__ + ':none'!r}]:"
+        code += "    print('status', main(command))"
         result = form.run_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
         self.assertRegex(result.stdout, "(?s)TORCH_OVERLAY_DISABLE=1.*status 0\nstatus 2\nstatus 2\n$")
         for what in ("check: needs the overlay, ", "explain: this is stock PyTorch, "):
@@ -893,7 +936,7 @@ class TestCommandLine(unittest.TestCase):
         environment = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, "-m", "torch_overlay", "status"]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
-        self.assertEqual(result.returncode, 1)
+        self.assertEqual(result.returncode, 2)
         self.assertNotIn("Traceback", result.stderr)
         self.assertIn(f"[{reason}]", result.stderr)
         self.assertIn(remedy, result.stderr)
@@ -908,18 +951,95 @@ class TestCommandLine(unittest.TestCase):
             self.assertIn(word, result.stdout)
 
     def test_help_and_unknown_commands(self) -> None:
-        for arguments in (["--help"], ["status", "--help"]):
-            status, out, _ = self.here(*arguments)
-            self.assertEqual(status, 0)
-            self.assertIn("\n    explain ", out)
-            self.assertNotIn("Base", out)
+        for arguments, words in (
+            ([], "\n    explain "),
+            (["--help"], "\n    explain "),
+            (["--version"], f"torch_overlay {form.overlay.__version__}\n"),
+            *(([command, "--help"], "--json") for command in COMMANDS),
+        ):
+            status, out, errors = self.here(*arguments)
+            self.assertEqual((status, errors), (0, ""))
+            self.assertIn(words, out)
         for arguments, why in (
-            (["nonsense"], "torch_overlay: there is no command nonsense\n"),
-            (["status", "all"], "status: takes no arguments, got all\n"),
+            (["nonsense"], "torch_overlay: argument COMMAND: invalid choice: 'nonsense'"),
+            (["status", "all"], "status: no option or argument all (`python -m torch_overlay status --help`)\n"),
+            (["doctor", f"{__file__}:f", "--steps", "8"], "doctor: no option or argument --steps 8 "),
+            (["timeline", "--sim", __file__], "timeline: no option or argument --sim "),
         ):
             status, out, errors = self.here(*arguments)
             self.assertEqual((status, out), (2, ""))
             self.assertIn(why, errors)
+
+    def test_shared_options_have_one_meaning(self) -> None:
+        """Also the exit statuses, in the help and in the documentation."""
+        (whole,) = (action for action in commands.parser()._actions if action.dest == "command")
+        helps: dict[str, set[str]] = {}
+        for parser in whole.choices.values():
+            for action in parser._actions:
+                for option in set(action.option_strings) & {"--backward", "--mode", "--calls", "--json", "--devices"}:
+                    helps.setdefault(option, set()).add(action.help)
+        self.assertEqual({option: len(texts) for option, texts in helps.items()}, dict.fromkeys(helps, 1))
+        self.assertEqual(len(helps), 5)
+        documented = (form.ROOT / "docs" / "tools.md").read_text()
+        help = " ".join(self.here("--help")[1].split())
+        for status, text in STATUSES.items():
+            self.assertIn(f"| {status} | {text} |", documented)
+            self.assertIn(f"{status} {text}", help)
+
+    def test_exit_statuses(self) -> None:
+        path = Path(self.enterContext(tempfile.TemporaryDirectory()), "model.py")
+        path.write_text(textwrap.dedent(EXITS))
+
+        def compile_program(name: str, out: Path) -> Any:
+            if name == "prefetch_loop":
+                raise KeyboardInterrupt
+            if name == "transformer_side_branch":
+                raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+            return demo.Compilation(name, (), (), demo.Events(0, 0), None)
+
+        self.enterContext(mock.patch.object(demo, "compile_program", compile_program))
+        compile_only = ["demo", "--compile-only", "--out", str(path.parent)]
+        cases = [([*compile_only, "moe_experts"], 0), ([*compile_only, "transformer_side_branch"], 1)]
+        cases += [([*compile_only, "none"], 2), ([*compile_only, "prefetch_loop"], 130)]
+        for command in ("explain", "check", "doctor", "timeline"):
+            simulate = [] if command == "check" else ["--simulate"]
+            cases += [([command, *simulate, f"{path}:{f}"], n) for f, n in (("f", 0), ("fails", 2), ("stops", 130))]
+        cases += [
+            (["check", f"{path}:races"], 1),
+            (["doctor", "--no-tries", f"{path}:branches", "--simulate", "--fail-under", "1"], 1),
+        ]
+        for arguments, expected in cases:
+            with self.subTest(arguments=arguments):
+                status, _, errors = self.here(*arguments)
+                self.assertEqual(status, expected, errors)
+        with mock.patch.object(form.overlay, "status", side_effect=KeyboardInterrupt):
+            self.assertEqual(self.here("status")[0], 130)
+
+    def test_completion_needs_shtab(self) -> None:
+        with mock.patch.dict(sys.modules, {"shtab": None}):
+            found = self.here("--print-completion", "bash")
+        self.assertEqual(
+            found, (2, "", "torch_overlay: --print-completion needs the package shtab: pip install shtab\n")
+        )
+        shtab = mock.Mock(complete=lambda parser, shell: f"complete {shell} {parser.prog}")
+        with mock.patch.dict(sys.modules, {"shtab": shtab}):
+            status, out, _ = self.here("--print-completion", "bash")
+        self.assertEqual((status, out.splitlines()[0]), (0, "complete bash torch_overlay"))
+        self.assertIn(' -m torch_overlay "$@"; }', out)
+
+    def test_width_of_the_terminal(self) -> None:
+        def of_terminal(stream: int) -> os.terminal_size:
+            if stream == 1:
+                raise OSError("a pipe")
+            return os.terminal_size((91, 9))
+
+        with mock.patch.dict("os.environ", COLUMNS="77"):
+            self.assertEqual(screen.width(), 77)
+            del os.environ["COLUMNS"]
+            with mock.patch("os.get_terminal_size", of_terminal):
+                self.assertEqual(screen.width(), 91)
+            with mock.patch("os.get_terminal_size", side_effect=OSError):
+                self.assertEqual(screen.width(), screen.WIDTH)
 
     def test_output_that_nobody_reads_or_that_has_no_room(self) -> None:
         """No traceback, of ours or of Python's end."""
@@ -960,5 +1080,5 @@ class TestCommandLine(unittest.TestCase):
         command = [sys.executable, "-OO", "-m", "torch_overlay"]
         result = subprocess.run(command, cwd=form.ROOT, capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
-        for name in ("status", *COMMANDS):
+        for name in COMMANDS:
             self.assertIn(f"\n    {name} ", result.stdout)

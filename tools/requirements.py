@@ -1,25 +1,29 @@
-"""Is what an extra of setup.cfg pins there in this Python?
+"""Is what an extra or a dependency group of pyproject.toml pins there in this Python?
 
-    python tools/requirements.py EXTRA ...          prints what is missing, one pinned requirement a line
+    python tools/requirements.py NAME ...           prints what is missing, one pinned requirement a line
     python tools/requirements.py --torch            exit status 0 if torch is the pinned release, in its CUDA build
 
-Reads the metadata of installed packages and imports none of them. `tools/setup` runs it in every Python it considers,
-so it keeps to the standard library.
+The release of torch is the one of torch_overlay/base.json. Reads the metadata of installed packages and imports none of
+them. `tools/setup` runs it in every Python it considers, so it keeps to the standard library.
 """
 
 from __future__ import annotations
 
-import configparser
 import importlib.metadata
+import json
 import sys
+import tomllib
 from pathlib import Path
 
 
-def pins(extras: list[str]) -> list[str]:
-    config = configparser.ConfigParser()
-    config.read(Path(__file__).resolve().parent.parent / "setup.cfg")
-    lists = [config["options"]["install_requires"], *(config["options.extras_require"][extra] for extra in extras)]
-    return list(dict.fromkeys(line.strip() for text in lists for line in text.splitlines() if line.strip()))
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pins(names: list[str]) -> list[str]:
+    torch = json.loads((ROOT / "torch_overlay" / "base.json").read_text())["torch"]
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lists = config["project"]["optional-dependencies"] | config["dependency-groups"]
+    return list(dict.fromkeys([f"torch=={torch}", *(pin for name in names for pin in lists[name])]))
 
 
 def is_there(pin: str) -> bool:

@@ -24,10 +24,11 @@ from torch_overlay._inductor.relaunch.policy import RelaunchPolicy, SPLIT_ATTENT
 
 try:
     from torch_overlay._engine.verify import check_version, torch_root
+    from torch_overlay.seam_table import SEAMS
 except ModuleNotFoundError:  # in the patched form it is a part of the release
     pass
 else:
-    check_version(torch_root())
+    check_version(torch_root(), SEAMS)
 
 attachments.attach()
 CAUSES["policy-alone"] = dataclasses.replace(CAUSES["policy-alone"], remedy=f"enable the overlay; {SPLIT_ATTENTION}")

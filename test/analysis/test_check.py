@@ -24,7 +24,7 @@ from torch._inductor.test_case import TestCase
 import form
 from stream_programs import by_name
 from torch_overlay import config
-from torch_overlay._cli.check import main
+from torch_overlay._cli import commands
 from torch_overlay.analysis import check, check_eager, check_wrapper, LostPromiseError, RaceError
 from torch_overlay.analysis.race_check.happens_before import analyse
 from torch_overlay.analysis.race_check.race_report import Promise, Report
@@ -832,7 +832,7 @@ class TestCommandLine(TestCase):
     def test_racy(self) -> None:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
             (Path(folder) / "model.py").write_text(PROGRAM)
-            self.assertEqual(main([f"{folder}/model.py:racy"]), 1)
+            self.assertEqual(commands.main(["check", f"{folder}/model.py:racy"]), 1)
         self.assertRegex(out.getvalue(), r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 
     def test_reader_that_is_gone_changes_no_status(self) -> None:
@@ -851,7 +851,7 @@ class TestCommandLine(TestCase):
             (("model.py:compiled", "--mode", "nonsense"), "good is compiled already, so mode='nonsense' would have no"),
             (("model.py:good", "--mode", "nonsense"), "Unrecognized mode=nonsense, should be one of: default"),
             (("model.py:nothing",), "has no function nothing"),
-            (("model.py",), "doesn't name a function: FILE:FUNCTION"),
+            (("model.py",), "names no function: the program is given as FILE:FUNCTION"),
             (("elsewhere.py:f",), "no file elsewhere.py"),
             (("model.py:good", "--calls", "0"), "--calls must be at least 1, got 0"),
             (("model.py:broken",), "model.py:28: KeyError: 'model'"),

@@ -43,7 +43,7 @@ class TestSmallPrograms(TestCase):
 @form.overlay_only
 class TestTool(TestCase):
     def test_it_finds_its_modules(self) -> None:
-        """Outside of pytest, which has the paths of setup.cfg."""
+        """Outside of pytest, which has the paths of pyproject.toml."""
         command = [sys.executable, str(form.ROOT / "tools" / "run_mutants.py"), "--help"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

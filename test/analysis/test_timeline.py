@@ -18,15 +18,15 @@ from torch._inductor.test_case import TestCase
 
 import form
 from torch_overlay import config
-from torch_overlay._cli import program
-from torch_overlay._cli.timeline import main
+from torch_overlay._cli import commands, program
 from torch_overlay._functorch.offload import log
 from torch_overlay.analysis import check, Timeline, timeline, Trace
+from torch_overlay.analysis.doctor import Diagnosis
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines import profile
 from torch_overlay.analysis.timelines.clock import Cost, schedule
 from torch_overlay.analysis.timelines.json import events
-from torch_overlay.analysis.timelines.layout import CHARACTER, LEFT, MARGIN, WIDTH
+from torch_overlay.analysis.timelines.layout import CHARACTER, FONT, LEFT, MARGIN, WIDTH
 from torch_overlay.analysis.timelines.lines import functions, own_line, readable
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
 from torch_overlay.analysis.timelines.offload import saved_tensors
@@ -201,8 +201,8 @@ def label_boxes(svg: str) -> list[tuple[float, float, float, float, str]]:
         if not element.tag.endswith("}text"):
             continue
         text = element.text or ""
-        size = 15 if element.get("class") == "title" else 10
-        width = len(text) * CHARACTER * size / 10
+        size = 12 if element.get("class") == "title" else FONT
+        width = len(text) * CHARACTER * size / FONT
         x, y = float(element.get("x", 0)), float(element.get("y", 0))
         left = x - width if element.get("text-anchor") == "end" else x
         found.append((left, y - 0.78 * size, left + width, y + 0.22 * size, text))
@@ -234,26 +234,73 @@ def drawn(svg: str) -> str:
     return "\n".join(found).replace("µ", "u").replace("×", "x")
 
 
+def rules(css: str) -> dict[str, dict[str, str]]:
+    """The declarations of a style sheet, by selector."""
+    found: dict[str, dict[str, str]] = {}
+    for selectors, body in re.findall(r"([^{}]+){([^{}]*)}", css):
+        for selector in selectors.split(","):
+            pairs = (pair.split(":") for pair in body.split(";") if ":" in pair)
+            found.setdefault(selector.strip(), {}).update({name.strip(): value.strip() for name, value in pairs})
+    return found
+
+
+def contrast(a: str, b: str) -> float:
+    """The contrast of two colours, as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
 class TestPicture(TestCase):
     maxDiff = None
 
     def test_two_streams(self) -> None:
         lines = drawn(fork_and_join().timeline().svg()).splitlines()
-        title = "4 kernels, 2 streams, 2 waits, about 34.0 us, streams side by side for 15%, 12.0 KiB at the peak"
-        self.assertEqual(lines[:2], ["text 20.0,26.0 program", f"text 20.0,44.0 {title}"])
+        summary = [
+            "4 kernels, 2 streams, 2 waits, about 34.0 us, streams side by side",
+            "for 15%, 12.0 KiB at the peak",
+        ]
+        self.assertEqual(
+            lines[:3], ["text 8.0,18.0 program", f"text 8.0,30.0 {summary[0]}", f"text 8.0,42.0 {summary[1]}"]
+        )
         arrows = [
-            "arrow 496.2 88.0 to 496.2 116.0: event 1: side waits for main",
-            "arrow 1132.7 116.0 to 1132.7 88.0: event 2: main waits for side",
+            "arrow 174.6 80.0 to 174.6 108.0: event 1: side waits for main",
+            "arrow 355.8 108.0 to 355.8 80.0: event 2: main waits for side",
         ]
         self.assertEqual([line for line in lines if line.startswith("arrow")], arrows)
-        boxes = [("178.0,79.0", 318.2), ("496.2,79.0", 159.1), ("1132.7,79.0", 127.3), ("496.2,107.0", 636.5)]
+        boxes = [("84.0,71.0", 90.6), ("174.6,71.0", 45.3), ("355.8,71.0", 36.2), ("174.6,99.0", 181.2)]
         expected = [f"box {at} width {width}" for at, width in boxes]
         self.assertEqual([line for line in lines if line.startswith("box")], expected)
         words = [line.split(" ", 2)[2] for line in lines if line.startswith("text")]
-        labels = ["0 us", "30 us", "main", "side", "3 mm", "6 sin", "7 add", "5 relu", "memory", "0 to 12.0 KiB"]
+        labels = ["0 us", "20 us", "main", "side", "3 mm", "6 sin", "7 add", "5 relu", "memory", "12.0 KiB", "0"]
         for word in (*labels, "net.py:3", "a = x @ w", "1 x, 10.0 us"):
             self.assertIn(word, words)
         self.assertEqual(words[-1], "Times are estimates, for a device that never waits for the host.")
+
+    def test_text_at_the_width_of_a_phone_and_on_dark_pages(self) -> None:
+        """At 400 pixels no text has less than 9, and each scheme has a colour for all that another one colours."""
+        svg = fork_and_join().timeline().svg()
+        page = Diagnosis("t", "gpu", False, 0.5, None, None, ()).to_html()
+        width = float(ET.fromstring(svg).get("viewBox", "").split()[2])
+        for text, scale in ((svg, 400 / width), (page, 1.0)):
+            sizes = re.findall(r"font(?:-size)?: ([\d.]+)px", text)
+            self.assertGreaterEqual(min(map(float, sizes)) * scale, 9.0)
+            self.assertNotRegex(text, r"font-size=|font(?:-size)?: (?!\d+px)")
+        for text in (svg, page):
+            light, _, dark = re.search(r"<style>(.*)</style>", text, re.DOTALL)[1].partition("@media (prefers-color")
+            dark = dark.partition("\n}" if text is svg else "\n")[0]
+            pages = [rules(light), rules(light) | rules(dark)]
+            papers = [p.get(".paper", paper) for p, paper in zip(pages, ({"fill": "#fff"}, {"fill": "#121212"}))]
+            for found, paper in zip(pages, papers):
+                for name in ("text", ".quiet", ".end") if text is svg else (":root",):
+                    for colour in re.findall("#[0-9a-f]{3,6}", " ".join(found[name].values())):
+                        self.assertGreaterEqual(contrast(colour, paper["fill"]), 4.5, f"{name} {colour}")
 
     def test_collision_is_seen(self) -> None:
         text = '<text x="10" y="20">one</text><text x="20" y="24">two</text><text x="40" y="20">three</text>'
@@ -267,7 +314,7 @@ class TestPicture(TestCase):
             boxes = label_boxes(svg)
             self.assertTrue(all(left >= 0 and right <= WIDTH for left, _, right, _, _ in boxes))
             (dropped,) = re.findall(r"(\d+) boxes are too narrow", svg) or ["0"]
-            self.assertLess(int(dropped), 60, f"on {streams} streams")  # of 324
+            self.assertLess(int(dropped), 75, f"on {streams} streams")  # of 324
 
     def test_every_box_is_there_and_within_the_picture(self) -> None:
         found = many_kernels(300)
@@ -704,7 +751,7 @@ def compiled(wrapper: str = WRAPPER) -> Any:
         if match := re.search(r"Source Nodes: \[(\w+)\]", row):
             line = LINES[match[1]]
         lines.append(line)
-    return mock.Mock(regions=[mock.Mock(wrapper=wrapper, lines=lines)])
+    return mock.Mock(regions=[mock.Mock(wrapper=wrapper, lines=lines)], began_ns=0)
 
 
 class TestProfile(TestCase):
@@ -806,11 +853,19 @@ class TestProfile(TestCase):
             (4096, ("copy to the host relu", "net.py:8: y = f(x)")),
             (99, ("copy to the host", "")),
         ):
-            seen = mock.Mock(regions=[mock.Mock(wrapper=None)], offloads=[mock.Mock()])
+            seen = mock.Mock(regions=[mock.Mock(wrapper=None)], offloads=[mock.Mock()], began_ns=0)
             seen.regions[0].copies = log.Copies(False, 9, (("relu", 3, 9),))
             seen.offloads[0].rows = [log.Row("relu", nbytes, stack)]
             (copy,) = of_trace(kineto(), seen).copies
             self.assertEqual((copy.name, copy.line), expected)
+
+    def test_work_before_the_first_compiled_call_is_left_out(self) -> None:
+        trace = {**kineto(), "baseTimeNanoseconds": 5_000_000}
+        seen = compiled()
+        seen.began_ns = 5_000_000 + 1_042_000
+        found = of_trace(trace, seen)
+        self.assertEqual([s.symbol for s in found.slices][:2], ["nvjet_hsh_128x128", "Memset (Device)"])
+        self.assertEqual(found.slices[0].start, 0.0)
 
     def test_memory_is_the_allocators(self) -> None:
         found = of_trace(kineto())
@@ -829,7 +884,7 @@ class TestProfile(TestCase):
             Timeline.from_profile(found)
 
     def test_code_that_was_compiled_before_is_noted(self) -> None:
-        found = of_trace(kineto(), mock.Mock(regions=[], offloads=[]))
+        found = of_trace(kineto(), mock.Mock(regions=[], offloads=[], began_ns=0))
         self.assertIn("was compiled before", found.notes[-1])
 
     def test_missing_synchronisation_events_are_noted(self) -> None:
@@ -883,16 +938,15 @@ class TestCommand(TestCase):
     def command(self, *argv: str) -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(["--simulate", *argv])
+            status = commands.main(["timeline", "--simulate", *argv])
         return status, out.getvalue(), err.getvalue()
 
     def test_function_and_file_with_make(self) -> None:
         for target in (f"{self.path}:branch", str(self.path)):
             svg, trace = self.folder / "new" / "x.svg", self.folder / "x.json"
             status, out, err = self.command(target, "--out", str(svg), "--out", str(trace))
-            self.assertEqual((status, err), (0, ""))
+            self.assertEqual((status, err), (0, f"wrote {svg}\nwrote {trace}\n"))
             self.assertIn("3 kernels, 2 streams", out)
-            self.assertIn(f"wrote {svg}", out)
             self.assertIn("program.py:13", svg.read_text())
             self.assertEqual(complaints(json.loads(trace.read_text())), [])
 
@@ -902,7 +956,7 @@ class TestCommand(TestCase):
             ([f"{self.path}:none"], f"timeline: {self.path} has no function none"),
             (
                 [f"{self.path}:branch", "--out", "x.png"],
-                "timeline: --out x.png: a timeline is written as .svg or .json",
+                "timeline: --out x.png: timeline writes .svg or .json",
             ),
             ([f"{self.path}:branch", "--calls", "0"], "timeline: --calls must be at least 1, got 0"),
         ):
@@ -923,19 +977,7 @@ class TestCommand(TestCase):
         status, out, err = self.command(f"{self.path}:branch", "--out", str(blocked))
         self.assertEqual(status, 2)
         self.assertIn("3 kernels, 2 streams", out)
-        self.assertRegex(err, r"^timeline: no picture: .*\n$")
-
-    def test_reader_that_is_gone_is_no_picture_that_is_missing(self) -> None:
-        class Pipe(io.StringIO):
-            def write(self, text: str) -> int:
-                if "wrote" in text:
-                    raise BrokenPipeError
-                return len(text)
-
-        svg, err = self.folder / "x.svg", io.StringIO()
-        with contextlib.redirect_stdout(Pipe()), contextlib.redirect_stderr(err), self.assertRaises(BrokenPipeError):
-            main(["--simulate", f"{self.path}:branch", "--out", str(svg)])
-        self.assertEqual((svg.exists(), err.getvalue()), (True, ""))
+        self.assertRegex(err, r"^timeline: --out .* could not be written: .*\n$")
 
     def test_program_that_fails(self) -> None:
         status, _, err = self.command(f"{self.path}:fails")

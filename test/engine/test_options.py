@@ -144,10 +144,10 @@ class TestAssignment(unittest.TestCase):
             return [(features[name].on, features[name].why) for name in ("streams", "cudagraphs")]
 
         with mock.patch.dict("os.environ", TORCH_OVERLAY_STREAMS="0"):  # was not set at the import
-            self.assertEqual(found(), [(True, "default"), (True, "relaunch, default")])
+            self.assertEqual(found(), [(True, "default"), (True, "default")])
             with config.patch(streams=False, cudagraphs="off"):
                 assigned = "torch_overlay.config.{} was assigned".format
-                self.assertEqual(found(), [(False, assigned("streams")), (False, f"off, {assigned('cudagraphs')}")])
+                self.assertEqual(found(), [(False, assigned("streams")), (False, assigned("cudagraphs"))])
             with torch._inductor.config.patch(cpp_wrapper=True):
                 (on, why), _ = found()
                 self.assertFalse(on)
@@ -171,10 +171,10 @@ class TestAssignment(unittest.TestCase):
             with self.subTest(name):
                 token = entries[name].user_override.set(value)
                 self.addCleanup(entries[name].user_override.reset, token)
-                (line,) = (line for line in str(form.overlay.status()).splitlines() if f" {name}:" in line)
-                self.assertRegex(line, r"^  off .*\(not understood: .*\)$")
+                (line,) = (line for line in str(form.overlay.status()).splitlines() if line.startswith(f"{name} "))
+                self.assertRegex(line, r"  not understood: ")
         with mock.patch.object(entries["nvtx"], "hide", True):
-            self.assertRegex(str(form.overlay.status()), r"off nvtx: .*\(not understood: .*nvtx does not exist\)\n")
+            self.assertRegex(str(form.overlay.status()), r"nvtx .*not understood: .*nvtx does not exist\n")
 
     def test_loaded_again_is_one_clear_error(self) -> None:
         with self.assertRaisesRegex(ImportError, r"torch_overlay\.config can't be loaded again: set its options, or"):

@@ -20,10 +20,12 @@ import form
 
 
 if not form.PATCHED:
-    from torch_overlay._cli import demo, demo_gpu
-    from torch_overlay._cli.demo import Events, plain_table, Screen
+    from torch_overlay._cli import commands, demo, demo_gpu
+    from torch_overlay._cli.demo import Events
+    from torch_overlay._cli.screen import Screen
     from torch_overlay._inductor.streams.plan import HOST, Op
     from torch_overlay._inductor.streams.planner import plan_streams
+    from torch_overlay.table import titled
     from torch_overlay.testing import simulated_gpu
 
 
@@ -70,7 +72,7 @@ class TestCommand(unittest.TestCase):
 
         output = io.StringIO()
         with contextlib.redirect_stdout(output), mock.patch.object(demo, "compile_program", compile_program):
-            status = demo.main(["--compile-only"])
+            status = commands.main(["demo", "--compile-only"])
         self.assertEqual(status, 1)
         self.assertIn("transformer_side_branch needs the package transformers", output.getvalue())
         self.assertIn("prefetch_loop", output.getvalue())
@@ -178,5 +180,5 @@ class TestOnGpu(unittest.TestCase):
 @form.overlay_only
 class TestScreen(unittest.TestCase):
     def test_table_without_rich_is_aligned_text(self) -> None:
-        text = plain_table("Title", ["a", "bb"], [["1", "2\n3"], ["long", "4"]])
+        text = titled("Title", ["a", "bb"], [["1", "2\n3"], ["long", "4"]])
         self.assertEqual(text, "Title\na     bb\n1     2\n      3\nlong  4")

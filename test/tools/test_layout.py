@@ -30,7 +30,7 @@ class TestLayout(unittest.TestCase):
                 self.assertEqual([name for name in imported(path) if name.startswith("test_")], [])
 
     def test_no_test_changes_the_path(self) -> None:
-        """`pythonpath` of setup.cfg says where helpers are."""
+        """`pythonpath` of pyproject.toml says where helpers are."""
         for path in sorted((form.ROOT / "test").rglob("test_*.py")):
             with self.subTest(str(path.relative_to(form.ROOT))):
                 calls = [n for n in ast.parse(path.read_text()).body if "sys.path" in ast.unparse(n)]

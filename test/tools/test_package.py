@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -61,6 +63,17 @@ class TestPackage(TestCase):
             assert relaunch_driver.driver().left() == (0, 0, 0)
             """,
         )
+
+    def test_changelog_begins_with_this_version_and_the_release_that_it_was_tested_on(self) -> None:
+        base = json.loads((form.ROOT / "torch_overlay" / "base.json").read_text())
+        changelog = (form.ROOT / "CHANGELOG.md").read_text()
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in changelog.splitlines() if line[:1] == "|"
+        ]
+        self.assertEqual(
+            [rows[2][0], rows[2][1], rows[2][4]], [form.overlay.__version__, base["torch"], base["triton"]]
+        )
+        self.assertEqual(re.findall(r"^## (\d\S*)", changelog, re.MULTILINE)[0], form.overlay.__version__)
 
     def copied(self, folder: Path) -> Path:
         """An sdist of what git has or would take, so that no build of somebody's lies in it."""

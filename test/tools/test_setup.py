@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import unittest
 from pathlib import Path
 
@@ -21,7 +23,7 @@ NO_NETWORK = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", 
 
 @form.overlay_only
 class TestSetup(unittest.TestCase):
-    """Each test works on a copy of tools/setup in a folder of its own, whose setup.cfg it writes."""
+    """Each test works on a copy of tools/setup in a folder of its own, whose pins it writes."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -30,17 +32,19 @@ class TestSetup(unittest.TestCase):
         (self.root / "tools").mkdir()
         for name in ("setup", "requirements.py"):
             shutil.copy2(form.ROOT / "tools" / name, self.root / "tools" / name)
-        self.pins("torch==2.15.0", "")
+        self.pins("2.15.0", "")
 
     def pins(self, torch: str, demo: str) -> None:
-        extras = f"[options.extras_require]\ndemo =\n    {demo}\ntest =\n"
-        text = f"[options]\ninstall_requires =\n    {torch}\n{extras}"
-        (self.root / "setup.cfg").write_text(text)
+        base = self.root / "torch_overlay" / "base.json"
+        base.parent.mkdir(exist_ok=True)
+        base.write_text(json.dumps({"torch": torch}))
+        extras = f"[project.optional-dependencies]\ndemo = {[demo] if demo else []}\n"
+        (self.root / "pyproject.toml").write_text(f"{extras}[dependency-groups]\ntest = []\n")
 
     def program(self, name: str, text: str) -> None:
         """Put a program in front of the PATH."""
         path = self.root / "bin" / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n" + text)
         path.chmod(0o755)
 
@@ -63,7 +67,7 @@ class TestSetup(unittest.TestCase):
         package.mkdir(parents=True)
         wheel = package / "overlaytestpackage-1.0-py3-none-any.whl"
         make_wheel(wheel)
-        self.pins("torch==2.15.0", "overlaytestpackage==1.0")
+        self.pins("2.15.0", "overlaytestpackage==1.0")
         local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(package), "PIP_CONFIG_FILE": os.devnull}
         result = self.run_setup(**local)
         self.assertEqual(result.returncode, 0, result.stderr)
@@ -100,14 +104,14 @@ class TestSetup(unittest.TestCase):
         self.program("python3.9", "echo 3.9")
         result = self.run_setup(PYTHON=str(self.root / "bin" / "python3.9"))
         self.assertEqual((result.returncode, result.stdout), (1, ""))
-        self.assertIn("is not Python 3.11 or 3.12 (it says: '3.9')", result.stderr)
+        self.assertIn("is not Python 3.11 to 3.15 (it says: '3.9')", result.stderr)
 
     def test_no_fitting_python_on_the_path_says_what_to_install(self) -> None:
-        for name in ("python", "python3", "python3.11", "python3.12"):
+        for name in ("python", "python3", *(f"python3.{minor}" for minor in range(11, 16))):
             self.program(name, "echo 3.9")
         result = self.run_setup(PYTHON="")
         self.assertEqual((result.returncode, result.stdout), (1, ""))
-        self.assertIn("Python 3.11 or 3.12 is needed; python3 here is '3.9'", result.stderr)
+        self.assertIn("Python 3.11 to 3.15 is needed; python3 here is '3.9'", result.stderr)
         self.assertIn("PYTHON=/path/to/python3.12", result.stderr)
 
     def test_tests_without_a_compiler_are_refused(self) -> None:
@@ -120,22 +124,33 @@ class TestSetup(unittest.TestCase):
     @form.slow
     def test_full_disk_is_refused_before_anything_is_downloaded(self) -> None:
         self.program("df", "echo header; echo fs 100 99 524288 99% /")
-        self.pins("torch==2.15.1", "")
+        self.pins("2.15.1", "")
         result = self.run_setup(**NO_NETWORK)
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         self.assertIn("12 GB are needed, 0 GB are free", result.stderr)
 
     @form.slow
     def test_no_network_is_said_and_a_second_run_goes_on(self) -> None:
-        self.pins("torch==2.15.0", "overlaytestpackage==1.0")
+        self.pins("2.15.0", "overlaytestpackage==1.0")
         for _ in range(2):
             result = self.run_setup(**NO_NETWORK)
             self.assertEqual((result.returncode, result.stdout), (1, ""))
             self.assertIn("pip could not install overlaytestpackage==1.0", result.stderr)
             self.assertIn("the network or the", result.stderr)
 
+    @form.slow
+    def test_python_of_another_version_gets_an_environment_of_its_own(self) -> None:
+        self.pins("2.15.0", "overlaytestpackage==1.0")
+        here = "{}.{}".format(*sys.version_info)
+        self.program("../.venv/bin/python", "echo 3.16" if here == "3.15" else "echo 3.15")
+        result = self.run_setup(**NO_NETWORK)
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn(f"making .venv-{here} with Python {here}", result.stderr)
+        self.assertTrue((self.root / f".venv-{here}" / "bin" / "python").exists())
+        self.assertEqual(os.listdir(self.root / ".venv" / "bin"), ["python"])
+
     def test_broken_venv_is_named_and_not_touched(self) -> None:
-        self.pins("torch==2.15.0", "overlaytestpackage==1.0")
+        self.pins("2.15.0", "overlaytestpackage==1.0")
         (self.root / ".venv").mkdir()
         result = self.run_setup(**NO_NETWORK)
         self.assertEqual((result.returncode, result.stdout), (1, ""))
@@ -161,11 +176,18 @@ class TestPins(unittest.TestCase):
         for pin in requirements.pins(["demo", "test", "lint"]):
             self.assertRegex(pin, r"^[a-z0-9-]+==\d+(\.\d+)+$")
 
-    def test_torch_is_the_release_that_the_seams_were_written_for(self) -> None:
-        import json
+    def test_package_takes_patch_releases_of_the_torch_that_the_seams_were_written_for(self) -> None:
+        base = json.loads((form.ROOT / "torch_overlay" / "base.json").read_text())["torch"]
+        major, minor, _ = map(int, base.split("."))
+        dependencies = tomllib.loads((form.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        self.assertEqual(dependencies, [f"torch>={base},<{major}.{minor + 1}"])
+        self.assertEqual(requirements.pins([]), [f"torch=={base}"])
 
-        base = json.loads((form.ROOT / "torch_overlay" / "base.json").read_text())
-        self.assertEqual(requirements.pins([])[0], f"torch=={base['torch']}")
+    def test_a_package_has_one_pin(self) -> None:
+        config = tomllib.loads((form.ROOT / "pyproject.toml").read_text())
+        names = [*config["project"]["optional-dependencies"], *config["dependency-groups"]]
+        pinned = [pin.partition("==")[0] for pin in requirements.pins(names)]
+        self.assertEqual(sorted(set(pinned)), sorted(pinned))
 
     def test_build_without_cuda_is_not_the_pinned_torch(self) -> None:
         from unittest import mock

@@ -9,7 +9,7 @@
     python tools/bench/titan.py --width 70B --layers 16,24 --tp 2           eight GPUs; not run yet
     python tools/bench/titan.py --width debug --seq 64 --device cpu         two processes without a GPU
 
-It needs torchtitan, the release that setup.cfg pins: pip install --no-deps $(python tools/requirements.py titan)
+It needs torchtitan, the release that pyproject.toml pins: pip install --no-deps $(python tools/requirements.py titan)
 
 A row is a width of torchtitan's, with the first so many of its layers, and a sequence length: FSDP2 over all GPUs of
 the host, selective activation checkpointing, each block compiled, tokens drawn at random from a seed. Each side of it

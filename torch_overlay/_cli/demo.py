@@ -1,20 +1,7 @@
-"""python -m torch_overlay demo [PROGRAM ...]
-
-Compiles the programs in examples/ and shows the result: graph breaks, which operation runs on which stream, the
-events that the program's author wrote against those that the generated code uses, and a picture of a call: what runs
-when, on which stream. The picture is also written for https://ui.perfetto.dev.
-
-The programs are compiled for a simulated GPU, so this part is the same on every machine. Where there is a GPU, the
-programs are run as well, in processes of their own: whether the results are equal to ordered eager, how much of the
-work overlaps, and the time of a call in eager, under stock torch.compile and with the overlay. Stock and overlay take
-turns, in both orders.
-
-Prints lines and tables on a terminal: through rich where it is installed, as plain text elsewhere.
-"""
+"""Compiles the programs in examples/, and shows the result; on a GPU, runs and times them as well."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import importlib.util
@@ -27,59 +14,20 @@ import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
+import torch
+
+import torch_overlay
+from torch_overlay._cli.commands import Outcome, UsageError
+from torch_overlay._cli.screen import Screen
 from torch_overlay._inductor.streams.plan import HOST
-from torch_overlay.table import aligned
 
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping, Sequence
     from types import ModuleType
 
     from torch_overlay._inductor.streams.plan import Plan
-
-
-PIPE_WIDTH = 160  # in columns, where the output is no terminal
-
-
-class Screen:
-    def __init__(self) -> None:
-        self.console: Any = None
-        try:
-            from rich.console import Console
-        except ImportError:
-            return
-        self.console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-
-    def line(self, text: str = "", style: str = "") -> None:
-        if self.console is None:
-            print(text, flush=True)
-        else:
-            self.console.print(text, style=style or None, markup=False)
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        if self.console is None:
-            print(plain_table(title, columns, rows), flush=True)
-            return
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*columns, title=title, title_justify="left", title_style="bold", show_lines=True)
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        self.console.print(table)
-
-
-def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [cells for row in (columns, *rows) for cells in _cells(row, len(columns))]
-    return "\n".join([title, *aligned(lines)])
-
-
-def _cells(row: Sequence[str], columns: int) -> list[list[str]]:
-    """Split a row whose cells have several lines into rows whose cells have one line."""
-    split = [cell.split("\n") for cell in row]
-    return [
-        [split[c][i] if i < len(split[c]) else "" for c in range(columns)] for i in range(max(len(s) for s in split))
-    ]
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,38 +223,27 @@ def _microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def run_on_gpu(screen: Screen, names: Sequence[str]) -> bool:
+def run_on_gpu(screen: Screen, names: Sequence[str]) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, Any]]] = {"overlay": [], "stock": []}
     for number, form in enumerate(ROUNDS, 1):
         screen.line(f"running: {form}, round {number} of {len(ROUNDS)}")
         rounds[form].append(measure(form, names))
-    results = {n: {form: merge([r[n] for r in found]) for form, found in rounds.items()} for n in names}
-    return show_measurements(screen, results)
+    return {n: {form: merge([r[n] for r in found]) for form, found in rounds.items()} for n in names}
 
 
-def main(argv: list[str]) -> int:
-    """Run the demo; return 0 if no program had a graph break and, on a GPU, every one was equal to ordered eager."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_overlay demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", help="folder for the pictures")
-    parser.add_argument("--compile-only", action="store_true", help="do not run the programs, GPU or not")
-    options = parser.parse_args(argv)
-    names = options.programs or PROGRAMS
+def run(options: argparse.Namespace) -> Outcome:
+    """Run the demo; the status is 0 if no program had a graph break and, on a GPU, every one was equal to ordered
+    eager.
+    """
+    names, out = options.programs or PROGRAMS, Path(options.folder or ROOT / "build" / "demo")
     for name in names:
         if not (EXAMPLES / f"{name}.py").is_file():
-            parser.error(f"{EXAMPLES / name}.py does not exist: the demo runs the examples of a checkout")
+            raise UsageError(f"{EXAMPLES / name}.py does not exist: the demo runs the examples of a checkout")
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=options.out).close()
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        parser.error(f"--out {options.out}: no picture can be written there: {error.strerror}")
-
-    import torch
-
-    import torch_overlay
-
+        raise UsageError(f"--out {out}: no picture can be written there: {error.strerror}") from error
     screen = Screen()
     gpu = torch.cuda.is_available() and not options.compile_only
     screen.line(f"torch_overlay {torch_overlay.__version__} on torch {torch.__version__}")
@@ -317,11 +254,26 @@ def main(argv: list[str]) -> int:
     for number, name in enumerate(names, 1):
         screen.line(f"compiling {name}, {number} of {len(names)}")
         try:
-            compilations.append(compile_program(name, options.out))
+            compilations.append(compile_program(name, out))
         except ModuleNotFoundError as error:
             screen.line(f"{name} needs the package {error.name}: pip install -e '{ROOT}[demo]'")
     show_compilations(screen, compilations)
     complete = len(compilations) == len(names) and not any(c.graph_breaks for c in compilations)
+    measured: dict[str, Any] = {}
     if gpu and compilations:
-        complete = run_on_gpu(screen, [c.name for c in compilations]) and complete
-    return 0 if complete else 1
+        measured = run_on_gpu(screen, [c.name for c in compilations])
+        complete = show_measurements(screen, measured) and complete
+    data = {
+        "compiled": [
+            {
+                "program": c.name,
+                "graph_breaks": c.graph_breaks,
+                "written": dataclasses.asdict(c.written),
+                "generated": dataclasses.asdict(events_generated(c.plans)),
+                "picture": c.picture,
+            }
+            for c in compilations
+        ],
+        "measured": measured,
+    }
+    return Outcome(int(not complete), data, lambda: None)

@@ -1,36 +1,15 @@
-"""python -m torch_overlay doctor FILE:FUNCTION | SCRIPT [ARGUMENTS] -- what keeps a program out of CUDA graphs.
+"""Finds what keeps a program out of CUDA graphs, and tries remedies.
 
-    doctor model.py:forward            runs `forward` on the inputs that `forward_inputs()` or `example_inputs()` of
-                                       that file returns; if it isn't compiled, with mode="reduce-overhead"
-    doctor train.py:loss --backward    runs the backward of the outputs as well
-    doctor train.py --epochs 1         runs a script, with the code that it compiles itself; what comes after the script
-                                       is the script's
-    doctor model.py:forward --remedy better    also runs `better` of that file, on the inputs of `forward`
-
-Prints what runs in graphs and what does not: the cause, the operator, the line, what it costs, what to change; and what
-the switches among the remedies bring, and your own remedy, each tried in a process of its own, with the results
-compared (of a script: what it prints). The last line says what to do first. Without a GPU, or with --simulate, the
-program is compiled for a simulated one, and nothing is timed or compared. A script that fails, exits or is interrupted
-gets a report of what it had run. With --json, all that the program prints goes to stderr.
-
-The exit status is 0; 1 if less than the share of --fail-under is in graphs; 2 if there is no such program, if it failed
-or exited with another status than 0, if nothing in it asks for CUDA graphs, or if the page can't be written; 130 if it
-was interrupted.
-
-Tries remedies for the doctor, each in a process of its own: the same command with one option more.
-
-A remedy that ends the process, or that changes something for good, does no harm to the diagnosis.
+Each remedy is tried in a process of its own, the same command with one option more: one that ends the process, or that
+changes something for good, does no harm to the diagnosis.
 """
 
 from __future__ import annotations
 
-import argparse
-import atexit
 import contextlib
 import dataclasses
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -41,16 +20,17 @@ from typing import Any, TextIO, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli import program
-from torch_overlay._cli.program import UsageError
+from torch_overlay._cli.commands import Outcome, UsageError
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay.analysis.doctor import diagnose, eager, fresh_start, remedies
 from torch_overlay.analysis.doctor.diagnose import compared, diagnosis, findings_of, logged, patched, unless_they_vary
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Trial, Work
-from torch_overlay.testing import observe, simulated_gpu
+from torch_overlay.testing import observe
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    import argparse
+    from collections.abc import Iterable, Sequence
 
 
 TIMEOUT = 600.0  # seconds
@@ -104,122 +84,59 @@ def _tried(
     return Trial(*what, found.work, Work(**after["work"]), found.ms, after["ms"], results)
 
 
-def main(argv: list[str]) -> int:
-    """Run the command; return the exit status."""
-    parser = program.parser("doctor", __doc__)
-    parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
-    parser.add_argument("--steps", type=int, default=8, help="how many steps, at least 4; half of them warm up (8)")
-    parser.add_argument("--simulate", action="store_true", help="simulate a GPU even if there is one")
-    parser.add_argument("--no-tries", action="store_true", help="try no switches")
-    parser.add_argument("--remedy", metavar="FUNCTION", help="the function as you have changed it: try it, too")
-    parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `tried`: JSON
-    parser.add_argument("--fail-under", type=share, metavar="SHARE", help="of launches in graphs: 0.95, 95 or 95%%")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page")
-    parser.add_argument("target", metavar="FILE[:FUNCTION]")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    options = parser.parse_args(argv)
-    target, arguments = options.target, options.arguments
-    path, colon, function = target.rpartition(":")
-    path = path if colon else target
-    if colon and arguments:  # a function has no arguments, so they are options
-        options = parser.parse_args([*arguments, target], options)
-        arguments = [options.target, *options.arguments][:-1]
-        options.target = target
-    try:
-        program.check_file(path, target)
-        if options.steps < 4:
-            raise UsageError(f"--steps must be at least 4, got {options.steps}: graphs are made at the second call")
-        if colon and arguments:
-            raise UsageError(f"{function} is called on its example inputs, and takes no {' '.join(arguments)}")
-        if options.remedy and not colon:
-            raise UsageError("--remedy takes the place of FUNCTION in FILE:FUNCTION; a script has none")
-        with _output_apart() if options.json else contextlib.nullcontext():
-            found = run(path, function if colon else "", arguments, options)
-    except KeyboardInterrupt:
-        print(f"doctor: {options.target} was interrupted before there was anything to report", file=sys.stderr)
-        return 130
-    except UsageError as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        text = " ".join(program.failure(error, path).split())
-        print(f"doctor: {options.target} failed: {text}", file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace) -> Outcome:
+    device, trial = program.device(options), json.loads(options.trial) if options.trial else {}
+    found, output = _diagnosed(options, device, trial)
+    if trial:
+        torch.save((found.to_json(), output, [result.cpu() for result in found.results]), trial["results"])
+    elif not found.ended:
+        flags = ["--calls", str(options.calls), "--devices", str(options.devices)]
+        flags += [*["--backward"] * options.backward, *["--simulate"] * found.simulated]
+        flags += ["--mode", options.mode] if options.mode else []
+        command = [*flags, options.target, *options.arguments]
+        made = tried(found, output, command, not options.no_tries, options.remedy or "")
+        found = dataclasses.replace(found, trials=tuple(made))
     status = 0 if not found.ended else 130 if found.ended == program.INTERRUPTED else 2
     if not found.coverage.get("functions") and not found.findings:
-        why = f"nothing in {options.target} asks for CUDA graphs. {found.first()}"
-        print(f"doctor: {options.target} {found.ended}" if status else f"doctor: {why}", file=sys.stderr)
-        return status or 2
-    print(found.to_json() if options.json else found)
-    try:
-        if options.html:
-            Path(options.html).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.html).write_text(found.to_html(), encoding="utf-8")
-    except OSError as error:
-        print(f"doctor: no page: {error}", file=sys.stderr)
-        return 2
+        if status:
+            print(f"doctor: {options.target} {found.ended}", file=sys.stderr)
+            return Outcome(status, found.to_dict(), lambda: None)
+        raise UsageError(f"nothing in {options.target} asks for CUDA graphs. {found.first()}")
+    logged(found)
     if not status and options.fail_under is not None and found.share < options.fail_under:
         wanted = f"{100 * options.fail_under:g} %"
         print(f"doctor: {100 * found.share:.1f} % of launches are in CUDA graphs, under {wanted}", file=sys.stderr)
-        return 1
-    return status
+        status = 1
+    return Outcome(status, found.to_dict(), lambda: print(found), lambda name: write(name, found.to_html()))
 
 
-def share(text: str) -> float:
-    """Return a share that is written as a part of one, or as a percentage."""
-    number = float(text.removesuffix("%"))
-    number = number / 100 if text.endswith("%") or number > 1 else number
-    if not 0 <= number <= 1:
-        raise ValueError
-    return number
+def write(name: str, text: str) -> None:
+    Path(name).write_text(text, encoding="utf-8")
 
 
-@contextlib.contextmanager
-def _output_apart() -> Iterator[None]:
-    """Send to stderr what the program and its children print: stdout is for the report alone."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
-def run(path: str, function: str, arguments: list[str], options: argparse.Namespace) -> Diagnosis:
-    simulate = options.simulate or not torch.cuda.is_available()
-    trial = json.loads(options.trial) if options.trial else {}
-    output = ""
-    around = simulated_gpu() if simulate else contextlib.nullcontext()
-    with program.importable(path), around, patched(trial.get("options", {})):
+def _diagnosed(
+    options: argparse.Namespace, device: contextlib.AbstractContextManager[Any], trial: dict[str, Any]
+) -> tuple[Diagnosis, str]:
+    """Return the diagnosis, and what a script printed."""
+    changed = patched(trial.get("options", {}))
+    if not options.function:
+        with device as simulation, changed:
+            fresh_start.seed()
+            return of_script(options.path, options.arguments, simulation is not None)
+    with program.running(options, device), changed:
         fresh_start.seed()  # the same weights, inputs and losses in each process
-        if function:
-            fn, inputs = program.load(path, trial.get("function", function), function, options.remedy or "")
-            found = diagnose(
-                fn,
-                *inputs,
-                backward=options.backward,
-                steps=options.steps,
-                target=options.target,
-                tries=False,
-                without_graphs=not trial,
-            )
-        else:
-            found, output = of_script(path, arguments, simulate)
-    if trial:
-        torch.save((found.to_json(), output, [result.cpu() for result in found.results]), trial["results"])
-        return found
-    flags = ["--steps", str(options.steps), *["--backward"] * options.backward, *["--simulate"] * options.simulate]
-    command = [*flags, options.target, *arguments]
-    if not found.ended:
-        made = tried(found, output, command, not options.no_tries, options.remedy or "")
-        found = dataclasses.replace(found, trials=tuple(made))
-    if options.json:  # what handlers at the exit print comes after the report
-        atexit.register(lambda: (sys.stdout.flush(), os.dup2(2, 1)))
-    return logged(found)
+        name = trial.get("function", options.function)
+        fn, inputs = program.load(options.path, name, options.function, options.remedy or "")
+        found = diagnose(
+            program.as_compiled(fn, mode=options.mode) if options.mode else fn,
+            *inputs,
+            backward=options.backward,
+            steps=options.calls,
+            target=options.target,
+            tries=False,
+            without_graphs=not trial,
+        )
+        return found, ""
 
 
 def of_script(path: str, arguments: list[str], simulate: bool) -> tuple[Diagnosis, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import os
@@ -13,56 +12,15 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay.testing import _compile
+from torch_overlay._cli.commands import UsageError
+from torch_overlay.testing import _compile, simulated_gpu
 
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-PICTURES = (".svg", ".json")
-
-
 INTERRUPTED = "was interrupted"  # how a program ended
-
-
-class UsageError(Exception):
-    """Raised if the command line does not name something that a command can run."""
-
-
-def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `python -m torch_overlay COMMAND`; the description is printed without changes."""
-    return argparse.ArgumentParser(
-        prog=f"python -m torch_overlay {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise UsageError for a number of calls or devices that can't be run."""
-    if options.calls < 1:
-        raise UsageError(f"--calls must be at least 1, got {options.calls}")
-    check_devices(options.devices)
-
-
-def check_devices(number: int) -> None:
-    if not 1 <= number <= 8:
-        raise UsageError(f"--devices must be 1 to 8, got {number}")
-
-
-def check_pictures(option: str, names: Iterable[str]) -> None:
-    """Raise UsageError for a file name in whose format a timeline can't be written."""
-    for name in names:
-        if not name.endswith(PICTURES):
-            raise UsageError(f"{option} {name}: a timeline is written as .svg or .json")
-
-
-def check_file(path: str, target: str = "") -> None:
-    """Raise UsageError if there is no such file, or if `target`, which names it, has a colon and no function."""
-    if not os.path.isfile(path):
-        raise UsageError(f"no file {path}" if path else "no file is named")
-    if target.endswith(":"):
-        raise UsageError(f"{target} names no function: it is FILE:FUNCTION, or FILE for a script")
 
 
 def failure(error: BaseException, path: str) -> str:
@@ -98,6 +56,25 @@ def ended(path: str, run: Callable[[], Any]) -> str:
     except Exception as error:
         return f"failed: {' '.join(failure(error, path).split())}"
     return ""
+
+
+@contextlib.contextmanager
+def running(options: argparse.Namespace, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Load and run a function of the user's inside: an error of the program is one line that names its place."""
+    with importable(options.path), around:
+        try:
+            yield
+        except UsageError:
+            raise
+        except Exception as error:
+            text = " ".join(failure(error, options.path).split())
+            raise UsageError(f"{options.target} could not be run: {text}") from error
+
+
+def device(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of the device that the program runs on: its value is the simulation, or None for a GPU."""
+    simulate = not hasattr(options, "simulate") or options.simulate or not torch.cuda.is_available()
+    return simulated_gpu(options.devices) if simulate else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -163,21 +140,3 @@ def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]
     raise UsageError(
         f"{name} takes arguments: {path} should define {name}_inputs() or example_inputs() that returns them"
     )
-
-
-__all__ = [
-    "as_compiled",
-    "check_devices",
-    "check_file",
-    "check_options",
-    "check_pictures",
-    "ended",
-    "failure",
-    "importable",
-    "INTERRUPTED",
-    "load",
-    "parser",
-    "PICTURES",
-    "run_script",
-    "UsageError",
-]

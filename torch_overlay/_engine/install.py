@@ -135,10 +135,10 @@ class Installer:
         root = verify.torch_root()
         import torch  # noqa: F401
 
-        verify.check_version(root)
+        seams = self.get_seams()
+        verify.check_version(root, seams)
         import torch_overlay.config  # noqa: F401  (refuses bad values of options in the environment)
 
-        seams = self.get_seams()
         names = {seam.module for seam in seams}
         edited = verify.check_files(root, seams)
         while not self._install_loaded(names, seams):
@@ -317,7 +317,7 @@ class Installer:
         if seam.kind == "register":
             return Change(seam)
         place = verify.find_place(seam, module)
-        holders = [check_holder(path, seam.target, place.original) for path in seam.holders]
+        holders = [find_holder(path, seam.target, place.original) for path in seam.holders]
         build = wrapped_by(seam.impl) if seam.kind == "wrap" else resolve(seam.impl)
         hook = build(place.original)
         raw_hook = verify.rewrap_descriptor(place.raw, hook)
@@ -423,36 +423,25 @@ class Holder(NamedTuple):
             object.__setattr__(self.container, self.name, value)  # also sets the fields of a frozen record
 
 
-def find_holder(path: str, target: str) -> Holder | None:
-    """Return the holder at a path; None while its module is not loaded (it will then pick up the hook by itself)."""
+def find_holder(path: str, target: str, expected: Any) -> Holder | None:
+    """Return the holder at a path, which must hold `expected`; None while its module is not loaded (it will pick up the
+    hook by itself then).
+    """
     module_name, _, rest = path.partition(":")
-    module = sys.modules.get(module_name)
-    if module is None:
+    container: Any = sys.modules.get(module_name)
+    if container is None:
         return None
-    steps = STEP.findall("." + rest)
-    container: Any = module
+    *steps, (attribute, item) = STEP.findall("." + rest)
     try:
-        for attribute, item in steps[:-1]:
-            container = getattr(container, attribute) if attribute else container[item]
-        attribute, item = steps[-1]
+        for name, key in steps:
+            container = getattr(container, name) if name else container[key]
         holder = Holder(container, attribute or item, bool(item))
-        holder.get()
+        found = holder.get()
     except (AttributeError, KeyError, TypeError) as error:
         raise OverlayError("missing_holder", target, path, repr(error), "Report this: the seam is wrong.") from error
-    return holder
-
-
-def check_holder(path: str, target: str, expected: Any) -> Holder | None:
-    """Return the holder at a path as find_holder does; raise an error if it doesn't hold `expected`."""
-    holder = find_holder(path, target)
-    if holder is not None and holder.get() is not expected:
-        raise OverlayError(
-            "missing_holder",
-            target,
-            f"{path} is {expected!r}",
-            repr(holder.get()),
-            "Another library replaced it in memory: import torch_overlay before that library, or leave one out.",
-        )
+    if found is not expected:
+        remedy = "Another library replaced it in memory: import torch_overlay before that library, or leave one out."
+        raise OverlayError("missing_holder", target, f"{path} is {expected!r}", repr(found), remedy)
     return holder
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._options import check, variable
+from torch_overlay.table import titled
 from torch_overlay.version import __version__
 
 from . import verify
@@ -56,6 +57,7 @@ class Feature:
     description: str
     on: bool
     why: str
+    value: Any = ""
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,28 @@ class Status:
     features: tuple[Feature, ...]
     coverage: str = ""  # one line about CUDA graphs, once something was compiled
 
-    def __str__(self) -> str:
-        state = "enabled" if self.enabled else "not enabled"
-        lines = [f"torch_overlay {self.version}: {state} ({self.why})"]
-        lines += [f"  {name:8} needs {needed}, found {self.found[name]}" for name, needed in self.base.items()]
-        lines += [f"  {name} differs from the release, but no seam's target in it does" for name in self.edited_files]
-        lines += ["features:"]
-        lines += [f"  {'on ' if f.on else 'off'} {f.name}: {f.description} ({f.why})" for f in self.features]
+    def tables(self, seams: bool = False) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """Return tables of text, with title and columns; the last one has all seams, or their number in each state."""
+        base = [(name, needed, self.found[name]) for name, needed in self.base.items()]
+        options = [(f.name, str(f.value), f.description, f.why) for f in self.features]
+        listed = [(s.state, s.seam.kind, s.seam.target, s.seam.patch or "") for s in self.seams]
+        counts = [(state, str(number)) for state, number in Counter(row[0] for row in listed).items()]
+        return [
+            ("Base", ("", "needed", "found"), base),
+            ("Options of torch_overlay.config", ("option", "value", "effect", "set by"), options),
+            ("Seams", ("state", "kind", "target", "patch"), listed)
+            if seams
+            else ("Seams", ("state", "number"), counts),
+        ]
+
+    def lines(self) -> list[str]:
+        """Return what is no table."""
+        lines = [f"{name} differs from the release, but no seam's target in it does" for name in self.edited_files]
         lines += [f"CUDA graphs: {self.coverage}"] * bool(self.coverage)
-        lines += ["seams:"]
-        lines += [f"  {s.state:9} {s.seam.kind:8} {s.seam.target}" for s in self.seams]
-        return "\n".join(lines)
+        return [*lines, f"torch_overlay {self.version}: {'enabled' if self.enabled else 'not enabled'} ({self.why})"]
+
+    def __str__(self) -> str:
+        return "\n".join([*(titled(*table) for table in self.tables()), *self.lines()])
 
 
 def installed_version(package: str) -> str:
@@ -128,7 +141,7 @@ def feature(installer: Installer, name: str) -> Feature:
     on = bool(value) and value != "off"
     if name == "streams" and on and not handles_streams():
         on, why = False, "torch._inductor.config asks for a C++ or FX wrapper: streams are upstream's there"
-    return Feature(name, FEATURES[name], on, f"{value}, {why}" if type(value) is str else why)
+    return Feature(name, FEATURES[name], on, why, value)
 
 
 def make_status(installer: Installer) -> Status:
@@ -140,6 +153,7 @@ def make_status(installer: Installer) -> Status:
     why = installer.off_because
     if installer.enabled:
         why = f"{count['installed']} seams installed, {count['waiting']} waiting for their module to be imported"
+        why += f"; {verify.untested()}" * bool(verify.untested())
     if missed:
         why += f", {count['missed']} missed: an import hook loaded their modules past the overlay"
     if taken:
@@ -148,7 +162,7 @@ def make_status(installer: Installer) -> Status:
         enabled=installer.enabled,
         why=why,
         version=__version__,
-        base={"torch": base["torch"], "triton": base["triton"], "python": "3.11 or 3.12"},
+        base={"torch": base["torch"], "triton": base["triton"], "python": "3.11 to 3.15"},
         found={
             "torch": installed_version("torch"),
             "triton": installed_version("triton"),

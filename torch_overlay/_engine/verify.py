@@ -2,10 +2,10 @@
 
 Two checks, both made before anything is changed.
 
-On disk: the release must be base.json's, the tree must not carry the patch series, and every file that a seam touches
-must have the SHA-256 that base.json records. A file that differs is parsed, and then the fingerprint of each seam's
-definition decides; edits elsewhere in the file don't matter. Hashing some thirty files takes milliseconds; only an
-edited tree costs the time to parse.
+On disk: the release must be base.json's or a patch release of it, the tree must not carry the patch series, and every
+file that a seam touches must have the SHA-256 that base.json records. A file that differs is parsed, and then the
+fingerprint of each seam's definition decides; edits elsewhere in the file don't matter. Hashing some thirty files takes
+milliseconds; only another tree costs the time to parse.
 
 In memory: the object that a seam is about to wrap must be the one which that file defines. It is not if another library
 has put its own function there, which the seam's author has never seen.
@@ -18,6 +18,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch_overlay.seams import Seam
+
+log = logging.getLogger("torch_overlay")
 
 
 @functools.cache
@@ -69,9 +72,21 @@ def module_file(root: Path, module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def check_version(root: Path) -> None:
-    """Check that the release is base.json's, built with CUDA, and that the tree has not been patched."""
-    expected = base()["torch"]
+def untested() -> str:
+    """Return a line about a patch release of base.json's release; empty for that release and for any other."""
+    expected, found = base()["torch"], found_version()
+    series, _, patch = found.rpartition(".")
+    if found == expected or not patch.isdigit() or series != expected.rpartition(".")[0]:
+        return ""
+    return f"torch {found} was not tested; every function that the overlay changes is as in torch {expected}"
+
+
+def check_version(root: Path, seams: Iterable[Seam]) -> None:
+    """Check that the release is base.json's, or a patch release of it with the same code at every seam, that it was
+    built with CUDA, and that the tree has not been patched.
+    """
+    torch: Any = sys.modules["torch"]
+    expected, found = base()["torch"], found_version()
     if (root / "torch" / "_overlay").exists():
         raise OverlayError(
             "already_patched",
@@ -81,23 +96,18 @@ def check_version(root: Path) -> None:
             "There is nothing to install: use torch._overlay, or reverse the series with tools/apply_patches.py "
             "--reverse.",
         )
-    found = found_version()
-    if found != expected:
-        raise OverlayError(
-            "wrong_version",
-            "torch",
-            f"torch {expected}",
-            f"torch {found}",
-            f"Install torch=={expected}, or the release of torch_overlay for torch {found}.",
-        )
-    torch: Any = sys.modules["torch"]
+    remedy, fault = f"Install torch=={expected}, or the release of torch_overlay for torch {found}.", ""
     if torch.version.cuda is None:
+        remedy, fault = f"Install torch=={expected} from PyPI: it runs without a GPU, too.", " without CUDA"
+    elif line := untested():
+        try:
+            check_files(root, seams)
+            log.warning("torch_overlay: %s", line)
+        except OverlayError as error:
+            fault = f", with {error.target} changed"
+    if fault or found != expected and not untested():
         raise OverlayError(
-            "wrong_version",
-            "torch",
-            f"torch {expected} built with CUDA",
-            f"torch {torch.__version__} without CUDA",
-            f"Install torch=={expected} from PyPI: it runs without a GPU, too.",
+            "wrong_version", "torch", f"torch {expected}, built with CUDA", f"torch {torch.__version__}{fault}", remedy
         )
 
 
@@ -189,18 +199,22 @@ def rewrap_descriptor(raw: Any, function: Any) -> Any:
     return function
 
 
-def find_place(seam: Seam, module: ModuleType) -> Place:
-    """Return the place of the seam's target in a loaded module, read from the owner's own __dict__."""
+def find_owner(seam: Seam, module: ModuleType) -> Any:
+    """Return the module or the class that has the seam's target, or None if there is no such class."""
     owner: Any = module
-    *path, name = seam.qualname.split(".")
-    for part in path:
+    for part in seam.qualname.split(".")[:-1]:
         owner = vars(owner).get(part)
         if not isinstance(owner, type):
-            raise missing(seam, f"the class {part}", repr(owner))
-    try:
-        raw = vars(owner)[name]
-    except KeyError:
-        raise missing(seam, f"{name} in the __dict__ of {owner!r}", "nothing of that name") from None
+            return None
+    return owner
+
+
+def find_place(seam: Seam, module: ModuleType) -> Place:
+    """Return the place of the seam's target in a loaded module, read from the owner's own __dict__."""
+    owner, name = find_owner(seam, module), seam.qualname.rpartition(".")[2]
+    if owner is None or name not in vars(owner):
+        raise missing(seam, f"{seam.qualname} in the __dict__ of its owner", f"{owner or 'no such class'}")
+    raw = vars(owner)[name]
     place = Place(owner, name, raw, unwrap_descriptor(raw))
     if "__overlay__" in getattr(place.original, "__dict__", {}):
         raise OverlayError(
@@ -234,13 +248,7 @@ def check_own(raw: Any, qualname: str, seam: Seam, module: ModuleType) -> None:
 
 def current(seam: Seam, module: ModuleType) -> Any:
     """Return what is at the seam's target in a loaded module now, or None."""
-    owner: Any = module
-    *path, name = seam.qualname.split(".")
-    for part in path:
-        owner = vars(owner).get(part)
-        if not isinstance(owner, type):
-            return None
-    return vars(owner).get(name)
+    return getattr(find_owner(seam, module), "__dict__", {}).get(seam.qualname.rpartition(".")[2])
 
 
 def is_upstreams_own(value: Any, qualname: str, module: ModuleType) -> bool:

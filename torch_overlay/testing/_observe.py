@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import re
+import time
 import traceback
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -19,7 +20,7 @@ from torch_overlay.testing._simulate import active
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Region:
     wrapper: str | None = None
     lines: tuple[str, ...] = ()  # the user's lines of each line of `wrapper`, joined by "; "
     plans: list[Any] = dataclasses.field(default_factory=list)
+    places: dict[str, str] = dataclasses.field(default_factory=dict)  # the user's lines of each operation of the plans
     copies: Any = None  # of saved activations: offload_log.Copies
     blocking: list[Any] = dataclasses.field(default_factory=list)  # copy_log.BlockingCopy
 
@@ -90,6 +92,8 @@ class Compiled:
     compile_log: list[str] = dataclasses.field(default_factory=list)
     output: Any = None
     error: Exception | None = None
+    began_ns: int = 0  # time at which the first graph reached the compiler
+    at_first: Callable[[], None] = lambda: None  # called then
 
     @property
     def graphs(self) -> list[str]:
@@ -131,13 +135,18 @@ class _Observer:
         from torch._inductor import compile_fx
         from torch._inductor.graph import GraphLowering
         from torch._inductor.utils import ValueWithLineMap
+        from torch._inductor.virtualized import V
 
+        origins = Origins()
         call_backend = OutputGraph.call_user_compiler
         lower = compile_fx.fx_codegen_and_compile
         codegen = GraphLowering.codegen
         log_graph_break = InstructionTranslatorBase.log_graph_break
 
         def keep_frame(output: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            if not self.seen.frames:
+                self.seen.began_ns = time.time_ns()
+                self.seen.at_first()
             frame = _frame(output.root_tx.f_code, gm)
             self.seen.frames.append(frame)
             self._frames[torch._guards.CompileContext.current_compile_id()] = frame
@@ -164,8 +173,10 @@ class _Observer:
             log_graph_break(tx, code_options, reason, exc)
 
         def keep_plan(plan: Any) -> None:
-            regions = self.seen.regions
-            (regions[-1] if regions else self._region()).plans.append(plan)
+            region = self.seen.regions[-1] if self.seen.regions else self._region()
+            region.plans.append(plan)
+            for node in V.graph.scheduler.nodes:
+                region.places[node.get_name()] = origins.lines_of([node])
 
         def keep_offload(found: Any) -> None:
             if hasattr(found, "choice"):
@@ -178,7 +189,7 @@ class _Observer:
                 self.seen.regions[-1].blocking += found
 
         with (
-            Origins().marked(),
+            origins.marked(),
             mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
             mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
             mock.patch.object(GraphLowering, "codegen", keep_wrapper),

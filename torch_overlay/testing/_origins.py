@@ -87,12 +87,16 @@ class Origins:
     def mark(self, wrapper: Any, nodes: Iterable[Any]) -> None:
         if V.graph.cpp_wrapper or V.graph.fx_wrapper:
             return
+        wrapper.lines.append(_Mark(self.lines_of(nodes)))
+
+    def lines_of(self, nodes: Iterable[Any]) -> str:
+        """Return the user's lines that nodes of a schedule come from, joined by "; "."""
         parts = [part for node in nodes for part in node.get_nodes()]
         found = self.origins(parts)
         # An operator that needs its input in memory is an origin of the kernel that computes this input, too.
         while len(found) > 1 and found[-1] in self.calls_of(V.graph.scheduler) and not parts[-1].is_extern():
             found.pop()
-        wrapper.lines.append(_Mark("; ".join(dict.fromkeys(line for o in found if (line := _text.line_of(o))))))
+        return "; ".join(dict.fromkeys(line for o in found if (line := _text.line_of(o))))
 
     def origins(self, parts: Iterable[Any]) -> list[torch.fx.Node]:
         """Return the operators that nodes of a schedule come from, in the order of their graph."""

@@ -1,6 +1,7 @@
 """`csrc/region.c`: order of a region's streams, in calls that overlap or fail."""
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import sys
@@ -60,12 +61,16 @@ class TestRegion(TestCase):
         self.thread = types.SimpleNamespace(objects=(None, self.one, Stream(12)))
         self.aliased = []
 
-    def region(self, indices, events, entry=(), exit=(), results=(), **options):
+    def region(self, *args, **options):
+        return self.maker(*args, **options)()
+
+    def maker(self, indices, events, entry=(), exit=(), results=(), **options):
         def resolve(found):
             return Stream(found.cuda_stream) if isinstance(found, Other) else found
 
         options = {"distinct": (), "idle_streams": None, **options}
-        return self.Region(
+        return functools.partial(
+            self.Region,
             device=0,
             indices=indices,
             events=events,
@@ -238,10 +243,11 @@ class TestRegion(TestCase):
         """Whichever allocation fails, the error is Python's own."""
         import _testcapi
 
+        make = self.maker(**FORK)
         for allocation in range(1, 40):
             _testcapi.set_nomemory(allocation, allocation + 1)
             try:
-                self.region(**FORK)
+                make()
             except MemoryError:
                 pass
             finally:

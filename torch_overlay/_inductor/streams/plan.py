@@ -23,7 +23,7 @@ from torch_overlay.table import aligned
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch_overlay._functorch.streams.tokens import Token
 
@@ -153,9 +153,12 @@ class Plan:
     def waits_before(self, position: int) -> list[tuple[Event, int]]:
         return [(e, stream) for e in self.events for at, stream in e.waits if at == position]
 
-    def table(self) -> str:
-        """Return the plan as fixed-width text: one row an operation, with the waits before and the records after it."""
-        rows = [("", "stream", "operation", "waits before", "records after")]
+    def table(self, lines_of: Callable[[Op], str] = lambda op: "") -> str:
+        """Return the plan as fixed-width text: one row an operation, with the waits before and the records after it,
+        and the user's line of it, if it is known.
+        """
+        shown = [lines_of(op) for op in self.ops]
+        rows = [("", "stream", "operation", "waits before", "records after", "line" if any(shown) else "")]
 
         def label(stream: int | None) -> str:
             return "-" if stream is None else "host" if stream == HOST else str(stream)
@@ -168,10 +171,10 @@ class Plan:
         def records(position: int) -> str:
             return " ".join(f"ev{e.index}@{label(e.stream)}" for e in self.records_after(position))
 
-        rows.append(("", "", "entry", "", records(ENTRY)))
+        rows.append(("", "", "entry", "", records(ENTRY), ""))
         for i, op in enumerate(self.ops):
-            rows.append((str(i), label(op.stream), op.name, waits(i), records(i)))
-        rows.append(("", "", "exit", waits(len(self.ops)), ""))
+            rows.append((str(i), label(op.stream), op.name, waits(i), records(i), shown[i]))
+        rows.append(("", "", "exit", waits(len(self.ops)), "", ""))
         lines = aligned(rows)
         written = {name for op in self.ops for name in op.writes}
         written |= {b.name for b in self.buffers if not written.isdisjoint(b.views)}

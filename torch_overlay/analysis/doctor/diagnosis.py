@@ -180,9 +180,12 @@ class Diagnosis:
             lines += ["", "Tried:", *(f"   {trial}" for trial in self.trials)]
         return "\n".join([*lines, "", self.first()])
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
         plain = dataclasses.asdict(dataclasses.replace(self, results=()))
-        return json.dumps({**plain, **self.device_us(), "first": self.first()})
+        return {**plain, **self.device_us(), "first": self.first()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
 
     def guards(self) -> str:
         """Say what Dynamo's guards take of a step; nothing if that is little."""
@@ -199,13 +202,14 @@ class Diagnosis:
     def to_html(self) -> str:
         """A page that needs no other file."""
         esc = escape
-        rows = "".join(
-            f"<tr><td><code>{esc(f.code)}</code><td>{esc(f.message)}<br><small>{esc(f.line)}</small>"
-            f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}<td class=n>{f.launches:g}<td class=n>{f.waits:g}"
-            f"<td class=n>{'' if f.host_us is None else f'{f.host_us:.1f}'}"
-            f"<td class=n>{'' if f.device_us is None else f'{f.device_us:.1f}'}"
-            for f in self.findings
-        )
+        rows = ""
+        for f in self.findings:
+            rows += f"<tr><td><code>{esc(f.code)}</code><td>{esc(f.message)}<br><small>{esc(f.line)}</small>"
+            rows += f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}"
+            for of, number in (("launches", f.launches), ("waits", f.waits)):
+                rows += f'<td class=n data-of="{of}">{number:g}'
+            for of, time in (("host us", f.host_us), ("device us", f.device_us)):
+                rows += f'<td class=n data-of="{of}">{"" if time is None else f"{time:.1f}"}'
         trials = "".join(f"<li>{esc(str(trial))}" for trial in self.trials)
         step = "" if self.ms is None else f"<p>{self.ms:.3f} ms a step"
         if self.ms is not None and self.ms_without_graphs is not None:
@@ -252,8 +256,11 @@ _SIMULATED = (
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}: CUDA graphs</title><style>
-:root {{ color-scheme: light dark }}
+:root {{ color-scheme: light dark; --in: #0b7a53; --out: #b23c00 }}
+@media (prefers-color-scheme: dark) {{ :root {{ --in: #3fc08f; --out: #ff9050 }} }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }}
+small, code, pre {{ font-size: 13px }}
+h1, li, td, p {{ overflow-wrap: anywhere }}
 .scroll {{ overflow-x: auto }}
 table {{ border-collapse: collapse; width: 100% }}
 td, th {{ border-bottom: 1px solid #8886; padding: .5rem; text-align: left; vertical-align: top }}
@@ -261,12 +268,17 @@ td, th {{ border-bottom: 1px solid #8886; padding: .5rem; text-align: left; vert
 pre {{ margin: .3rem 0; white-space: pre-wrap; overflow-wrap: anywhere }}
 .timeline {{ width: 100%; background: #8882 }}
 .lanes {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0 1rem; margin: .3rem 0 }}
-rect.in {{ fill: #2a8 }} rect.out {{ fill: #d62 }} span.in {{ color: #2a8 }} span.out {{ color: #d62 }}
-.first {{ border-left: 4px solid #2a8; padding: .3rem .8rem }}
+rect.in {{ fill: var(--in) }} rect.out {{ fill: var(--out) }}
+span.in {{ color: var(--in) }} span.out {{ color: var(--out) }}
+.first {{ border-left: 4px solid var(--in); padding: .3rem .8rem }}
+@media (max-width: 40rem) {{ th {{ display: none }}
+td {{ display: block; border: 0; padding: .2rem 0; text-align: left }}
+td.n {{ display: inline-block; padding-right: 1rem }} td.n:not(:empty)::before {{ content: attr(data-of) " " }}
+tr {{ display: block; border-bottom: 1px solid #8886; padding: .5rem 0 }} }}
 </style></head><body><h1>{title}</h1><p>{where}: {share} % of kernel launches are in CUDA graphs.{step}
 {remarks}<p class="first">{first}</p>
 <h2>Outside of graphs</h2><div class="scroll"><table>
-<tr><th>code<th>what<th>what to do<th class=n>launches<th class=n>waits<th class=n>host us<th class=n>device us
+<tr><th>code<th>cause<th>remedy<th class=n>launches<th class=n>waits<th class=n>host us<th class=n>device us
 {rows}</table></div>
 {trials}{timeline}<h2>Coverage</h2><div class="scroll"><pre style="white-space: pre">{table}</pre></div></body></html>
 """

@@ -1,5 +1,8 @@
 """Lay out a timeline in a picture of fixed width: rows of time, lanes in each row, labels under boxes.
 
+The width is that of a phone, and so is the size of the text: a picture may be shown as wide as the page has room, and
+its text is never smaller than it was laid out for.
+
 Time runs from left to right and continues in the next row, as in a musical score: a step of 300 kernels fills a page or
 two and needs no scrolling sideways. All rows have the same scale, at which three quarters of the slices are wide enough
 for their line number. A row shows only the lanes that have something in it.
@@ -27,13 +30,13 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.timelines.model import Slice
     from torch_overlay.analysis.timelines.timeline import Timeline
 
-WIDTH, LEFT, MARGIN = 1280, 178, 20
+WIDTH, LEFT, MARGIN = 400, 84, 8
 ROOM = WIDTH - LEFT - MARGIN  # for time
-CHARACTER, LABEL = 6.1, 11  # width and height of a character of the 10-pixel monospace text
+FONT, CHARACTER, LABEL = 9, 5.5, 10  # size of the monospace text, width and height of a character
 BOX, PAD, TICKS, GAP = 18, 5, 18, 16  # heights: of a box, around it, of the axis, between rows
-LEVELS, MOST_ROWS = 3, 14
+LEVELS, MOST_ROWS = 3, 40
 LONGEST = 26  # characters of a name
-LEAST_IN_ROW = 16  # slices, on average
+LEAST_IN_ROW = 3  # slices of each lane, on average
 MEMORY = 30
 
 
@@ -139,7 +142,8 @@ def _rows(timeline: Timeline) -> int:
     if not widths:
         return 1
     wanted = 4.5 * CHARACTER / max(widths[len(widths) // 4], 1e-3)
-    return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, math.ceil(len(widths) / LEAST_IN_ROW))
+    most = math.ceil(len(widths) / (LEAST_IN_ROW * len(timeline.lanes)))
+    return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, most)
 
 
 def _fill(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> None:

@@ -60,6 +60,9 @@ def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> dict[str, 
     """
     events: list[Event] = trace["traceEvents"] if isinstance(trace, dict) else trace
     work = sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in WORK), key=lambda e: float(e["ts"]))
+    base = int(trace.get("baseTimeNanoseconds", 0)) if isinstance(trace, dict) else 0
+    if base and seen is not None and seen.began_ns:  # the timeline begins at the first compiled call
+        work = [e for e in work if float(e["ts"]) >= (seen.began_ns - base) / 1e3]
     if not work:
         raise ValueError(
             "the profile has no kernels: record it with ProfilerActivity.CUDA, on a GPU, and synchronise before it ends"

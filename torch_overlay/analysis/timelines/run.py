@@ -95,8 +95,8 @@ def simulated(
 
 @contextlib.contextmanager
 def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Iterator[Callable[[], Timeline]]:
-    """Watch all that runs inside the context; yield a function that returns its timeline, to be called afterwards.
-    `seen` is the value that `observe()` yielded around the context.
+    """Watch what runs inside the context, from the first compiled call on; yield a function that returns its timeline,
+    to be called afterwards. `seen` is the value that `observe()` yielded around the context.
     """
     if simulation is None:
         with profiler() as profile:
@@ -105,7 +105,7 @@ def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Itera
     from torch_overlay.analysis.timelines.device import TimedDevice
 
     device = TimedDevice(simulation)
-    device.seen = seen
+    device.seen, seen.at_first = seen, device.begin
     with device:
         device.begin()
         yield lambda: of_device(device, title)
@@ -135,7 +135,7 @@ def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
     if backward:
         leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
         if not leaves:
-            raise ValueError("timeline(backward=True): no output requires a gradient")
+            raise ValueError("backward: no output requires a gradient")
         torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
     return outputs
 

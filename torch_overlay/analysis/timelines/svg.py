@@ -2,7 +2,8 @@
 
 Boxes are kernels and copies, to scale; a copy is red while no kernel hides it. Arrows are events: from the point that
 one stream had reached to the point at which another stream continued. Under the lanes is the memory of the device,
-under the memory the source lines whose numbers label the boxes. A tooltip tells what a box is and when it ran.
+under the memory the source lines whose numbers label the boxes. A tooltip has the name of a box and its time. Colours
+are classes, with a value for light and one for dark pages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import html
 import math
 import re
+import textwrap
 from typing import TYPE_CHECKING
 
 from torch_overlay._inductor.streams.memory_report import amount
@@ -18,6 +20,7 @@ from torch_overlay.analysis.timelines.layout import (
     BOX,
     CHARACTER,
     clip,
+    FONT,
     LABEL,
     lay_out,
     LEFT,
@@ -31,24 +34,43 @@ from torch_overlay.analysis.timelines.model import COPIES, exposed, microseconds
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch_overlay.analysis.timelines.layout import Layout, Row
     from torch_overlay.analysis.timelines.model import Slice
     from torch_overlay.analysis.timelines.timeline import Timeline
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6", "#79706e")
-GREY, RED, INK = "#9aa0a8", "#d62728", "#30343b"
-TOP = 56
+GREY, RED = "#9aa0a8", "#d62728"
+NATURAL = 640  # pixels, where a page sets no width
+LINE = LABEL + 2
+COLUMNS = int((WIDTH - 2 * MARGIN) / CHARACTER)
 MOST_LINES = 48
 AT_ONCE = 5.0  # us that a device may need to continue after an event
 
-STYLE = """text { font: 10px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #22262c; }
-.title { font-size: 15px; font-weight: bold; }
-.quiet { fill: #6b7280; }
-.event { fill: none; stroke: #30343b; stroke-width: 0.9; stroke-opacity: 0.7; }
-.slack { stroke-opacity: 0.25; }"""
+STYLE = f"""text {{ font: {FONT}px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #22262c; }}
+.title {{ font-size: 12px; font-weight: bold; }}
+.quiet {{ fill: #5b6370; }}
+.paper, .even {{ fill: #fff; }}
+.odd {{ fill: #f3f4f6; }}
+.grid {{ stroke: #dfe2e6; }}
+.memory {{ fill: #c7d0dc; stroke: #8a97a8; }}
+.event {{ fill: none; stroke: #30343b; stroke-width: 0.9; stroke-opacity: 0.7; }}
+.slack {{ stroke-opacity: 0.25; }}
+.end {{ fill: #30343b; }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #e6e8eb; }}
+.quiet {{ fill: #a3abb6; }}
+.paper, .even {{ fill: #14171b; }}
+.odd {{ fill: #1c2026; }}
+.grid {{ stroke: #343a42; }}
+.memory {{ fill: #34404f; stroke: #6b7a8e; }}
+.event {{ stroke: #c9ced6; }}
+.end {{ fill: #c9ced6; }}
+}}"""
 
 HEAD = """<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">
-<path d="M0 0 L8 4 L0 8 z" fill="#30343b"/></marker></defs>"""
+<path class="end" d="M0 0 L8 4 L0 8 z"/></marker></defs>"""
 
 
 def escape(text: str) -> str:
@@ -58,7 +80,8 @@ def escape(text: str) -> str:
 
 def svg(timeline: Timeline) -> str:
     """Return the text of the picture."""
-    layout = lay_out(timeline, TOP)
+    summary = textwrap.wrap(timeline.summary(), COLUMNS)
+    layout = lay_out(timeline, 24 + LINE * len(summary))
     parts: list[str] = []
     for number, row in enumerate(layout.rows):
         parts += _axis(layout, row)
@@ -70,14 +93,14 @@ def svg(timeline: Timeline) -> str:
     legend, height = _legend(timeline, layout)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{NATURAL}" height="{height * NATURAL / WIDTH:.0f}" '
             f'viewBox="0 0 {WIDTH} {height:.0f}" role="img">',
             f"<title>{escape(timeline.title)}</title>",
             f"<style>{STYLE}</style>",
             HEAD,
-            f'<rect width="{WIDTH}" height="{height:.0f}" fill="#fff"/>',
-            _text(MARGIN, 26, clip(timeline.title, 130), "title"),
-            _text(MARGIN, 44, clip(timeline.summary(), 200), "quiet"),
+            f'<rect class="paper" width="{WIDTH}" height="{height:.0f}"/>',
+            _text(MARGIN, 18, clip(timeline.title, 50), "title"),
+            *_column(MARGIN, 18 + LINE, summary, "quiet"),
             *parts,
             *legend,
             "</svg>\n",
@@ -90,23 +113,27 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "") -> s
     return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escape(text)}</text>'
 
 
+def _column(x: float, y: float, lines: Iterable[str], style: str = "") -> list[str]:
+    return [_text(x, y + number * LINE, line, style) for number, line in enumerate(lines)]
+
+
 def colour(lane: int) -> str:
     return COLOURS[lane % len(COLOURS)]
 
 
 def _axis(layout: Layout, row: Row) -> list[str]:
-    """Draw the time axis: lines and times at round distances, at least 90 pixels apart."""
-    step = 10 ** math.ceil(math.log10(90 / layout.scale))
-    step = next((step / d for d in (5, 2) if step / d * layout.scale >= 90), step)
+    """Draw the time axis: lines and times at round distances, with room for the times."""
+    step = 10 ** math.ceil(math.log10(60 / layout.scale))
+    step = next((step / d for d in (5, 2) if step / d * layout.scale >= 60), step)
     parts = []
     base, bottom = row.y + TICKS, row.y + row.height
     for i, strip in enumerate(row.strips):
-        shade = "#f6f7f9" if i % 2 == 0 else "#ffffff"
-        parts.append(f'<rect x="0" y="{strip.y:.1f}" width="{WIDTH}" height="{strip.height:.1f}" fill="{shade}"/>')
+        shade = "even" if i % 2 else "odd"
+        parts.append(f'<rect x="0" y="{strip.y:.1f}" width="{WIDTH}" height="{strip.height:.1f}" class="{shade}"/>')
     first, last = math.ceil(row.start / step - 1e-9), math.floor(row.end / step + 1e-9)
     for number in range(first, last + 1):
         x = layout.x(row, number * step)
-        parts.append(f'<path d="M{x:.1f} {base - 3:.1f} V{bottom:.1f}" stroke="#dfe2e6"/>')
+        parts.append(f'<path d="M{x:.1f} {base - 3:.1f} V{bottom:.1f}" class="grid"/>')
         if x < WIDTH - MARGIN - 50:
             value = number * step
             text = f"{value / 1e3:.6g} ms" if layout.rows[-1].end >= 10_000 else f"{value:.6g} µs"
@@ -119,7 +146,8 @@ def _strips(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
     for strip in row.strips:
         name, shade = timeline.lanes[strip.lane].name, colour(strip.lane)
         parts.append(f'<rect x="{MARGIN}" y="{strip.y + PAD + 2:.1f}" width="5" height="14" rx="2" fill="{shade}"/>')
-        parts.append(_text(MARGIN + 11, strip.middle + 3.5, clip(name, int((LEFT - MARGIN - 16) / CHARACTER))))
+        names = textwrap.wrap(name, int((LEFT - MARGIN - 11) / CHARACTER), max_lines=2, placeholder="…")
+        parts += _column(MARGIN + 9, strip.middle + 9.5 - LINE / 2 * len(names), names)
         for box in strip.boxes:
             s = timeline.slices[box.index]
             ink = GREY if s.kind == WAIT else shade
@@ -161,7 +189,7 @@ def _labels(row: Row) -> list[str]:
                 )
                 texts.append(
                     f'<rect x="{label.x - 1:.1f}" y="{label.y + 1:.1f}" width="{label.width + 2:.1f}" '
-                    f'height="{LABEL - 1}" fill="#fff" fill-opacity="0.8"/>'
+                    f'height="{LABEL - 1}" class="paper" fill-opacity="0.8"/>'
                 )
             texts.append(_text(label.x, label.y + LABEL - 2.5, label.text))
     return parts + texts
@@ -187,7 +215,7 @@ def _arrows(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> list
             f'{x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"><title>{escape(tip)}</title></path>'
         )
         if arrow.source_at >= row.start:
-            parts.append(f'<circle cx="{x1:.1f}" cy="{y1:.1f}" r="1.8" fill="{INK}"/>')
+            parts.append(f'<circle cx="{x1:.1f}" cy="{y1:.1f}" r="1.8" class="end"/>')
     return parts
 
 
@@ -209,11 +237,10 @@ def _memory(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
         if row.start < at <= row.end:
             path += f" H{layout.x(row, at):.1f} V{height(nbytes):.1f}"
     path += f" H{right:.1f} V{bottom:.1f} Z"
-    shown = f"{amount(lowest)} to {amount(timeline.peak)}" if lowest else f"0 to {amount(timeline.peak)}"
+    scale = [amount(timeline.peak), "memory", amount(lowest) if lowest else "0"]
     return [
-        f'<path d="{path}" fill="#c7d0dc" stroke="#8a97a8" stroke-width="0.7"/>',
-        _text(MARGIN + 11, row.memory_y + 12, "memory"),
-        _text(MARGIN + 11, row.memory_y + 25, shown, "quiet"),
+        f'<path d="{path}" class="memory" stroke-width="0.7"/>',
+        *_column(MARGIN + 9, row.memory_y + 7, scale, "quiet"),
     ]
 
 
@@ -231,10 +258,10 @@ def _legend(timeline: Timeline, layout: Layout) -> tuple[list[str], float]:
     for line in sorted(shown, key=_order):
         where, _, code = line.partition(": ")
         spent = f"{number[line]} ×, {microseconds(time[line])}"
-        parts.append(_text(MARGIN, y + 10, clip(where, 38)))
-        parts.append(_text(MARGIN + 40 * CHARACTER, y + 10, clip(code, 128)))
-        parts.append(_text(WIDTH - MARGIN, y + 10, spent, "quiet", "end"))
-        y += 14
+        parts.append(_text(MARGIN, y + LABEL, clip(where, COLUMNS - len(spent) - 1)))
+        parts.append(_text(WIDTH - MARGIN, y + LABEL, spent, "quiet", "end"))
+        parts.append(_text(MARGIN + 2 * CHARACTER, y + LABEL + LINE, clip(code, COLUMNS - 2)))
+        y += LINE * (2 if code else 1) + 2
     notes = [f"and {len(time) - len(shown)} more lines"] if len(shown) < len(time) else []
     if layout.unlabelled:
         notes.append(f"{layout.unlabelled} boxes are too narrow for a label")
@@ -243,10 +270,9 @@ def _legend(timeline: Timeline, layout: Layout) -> tuple[list[str], float]:
     if timeline.simulated:
         notes.append("times are estimates, for a device that never waits for the host")
     notes += timeline.notes
-    if notes:
-        parts.append(_text(MARGIN, y + 14, clip(". ".join(n[0].upper() + n[1:] for n in notes) + ".", 200), "quiet"))
-        y += 18
-    return parts, y + 12
+    said = textwrap.wrap(" ".join(f"{n[0].upper()}{n[1:]}." for n in notes), COLUMNS)
+    parts += _column(MARGIN, y + LABEL + 4, said, "quiet")
+    return parts, y + LABEL + 8 + LINE * len(said)
 
 
 def _order(line: str) -> tuple[str, int, str]:

@@ -1,0 +1,385 @@
+"""The command line of the package: one parser, and what all commands share.
+
+A command is a module of this folder with `run(options)`, which returns an `Outcome`. Its options are declared here, and
+this module imports no torch: help comes at once, and also where the overlay refuses the installed PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NoReturn, TYPE_CHECKING
+
+from torch_overlay.version import __version__
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+STATUSES = {
+    0: "the command ran and has no finding",
+    1: "a finding. `status`: the overlay refuses the installed PyTorch; `check`: a race or a lost promise; `doctor`: "
+    "fewer launches in graphs than `--fail-under`; `demo`: a graph break, a different result or a missing package",
+    2: "the command could not run: a wrong option, no such program, a program that failed, exited or has nothing to "
+    "compile, an output that could not be written; stderr has one line with the cause",
+    130: "the command was interrupted",
+}
+PICTURES = (".svg", ".json")
+INPUTS = """
+A function gets the inputs that FUNCTION_inputs() or example_inputs() of the file returns, as a tuple or one tensor; a
+function without parameters needs none. """
+SIMULATED = """
+Without a GPU, or with --simulate, a simulated GPU takes its place: nothing is computed, numbers that the program reads
+from the device are made up, and times are estimates at the rates of a data sheet, for a device that never waits for its
+host. """
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """`target`: "FILE:FUNCTION", whose function may be optional, or "" for a command that runs no program of the
+    user's. `takes_script`: a file without a function is run as a script, with the arguments after it. `calls`: the
+    default of --calls; `suffixes`: the formats of --out; `simulates`: the command runs on a GPU if there is one."""
+
+    summary: str
+    description: str
+    target: str = ""
+    takes_script: bool = False
+    calls: int = 0
+    suffixes: tuple[str, ...] = ()
+    simulates: bool = True
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seams", action="store_true", help="list all seams")
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graph", action="store_true", help="print the FX graphs, with the stream of each node")
+    parser.add_argument("--wrappers", action="store_true", help="print the generated call() functions")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fullgraph", action="store_true", help="a graph break is an error")
+    parser.add_argument(
+        "--misaligned",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check with inputs that aren't aligned, too, which compiled code copies (on)",
+    )
+    parser.add_argument(
+        "--eager-races", choices=("report", "ok"), default="report", help="ok: races in eager are no finding (report)"
+    )
+    parser.add_argument("--plan", action="store_true", help="print the plans, too")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-tries", action="store_true", help="try no switches")
+    parser.add_argument("--remedy", metavar="FUNCTION", help="the function as you have changed it: try it, too")
+    parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `doctor.tried`: JSON
+    parser.add_argument("--fail-under", type=share, metavar="SHARE", help="of launches in graphs: 0.95, 95 or 95%%")
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="names of files in examples/ (three of them)")
+    parser.add_argument("--out", dest="folder", metavar="FOLDER", help="write the pictures there (build/demo)")
+    parser.add_argument("--compile-only", action="store_true", help="do not run the programs, GPU or not")
+
+
+COMMANDS = {
+    "status": Command(
+        "the machine, the installed PyTorch, the options and the seams",
+        "The status has GPU, driver and C compiler, the installed PyTorch, the options with their values and where\n"
+        "they were set, and the number of installed seams.",
+        options=_status,
+    ),
+    "explain": Command(
+        "graph breaks, streams, events, CUDA graphs and memory of a program",
+        """\
+    explain train.py --epochs 1    runs a script, and explains all that it compiles
+    explain model.py:forward       compiles and calls `forward`
+
+The report begins with a summary. For each piece of code that Dynamo compiled follow its graph breaks with reason and
+line, its streams, the plan (the launches in order, each with its line, and the events before and after it), the memory
+that is alive at the peak, buffers that live longer than on one stream, and regions that asked for a CUDA graph and got
+none, with the reason, which is found at a region's second call on a GPU.
+"""
+        + INPUTS
+        + """A
+script that fails or is interrupted gets a report of what it had run. --out draws what ran on the device from the first
+compiled call on, with the part of each copy of offloaded activations that kernels hide.
+"""
+        + SIMULATED,
+        "FILE[:FUNCTION]",
+        True,
+        1,
+        PICTURES,
+        options=_explain,
+    ),
+    "check": Command(
+        "races of a compiled function, in eager and as it is compiled",
+        """\
+    check model.py:forward             runs the generated code of `forward` on a simulated device
+    check train.py:loss --backward     checks the backward of the outputs as well
+
+The report has races of the function in eager; races of the compiled code, with both accesses and the edge that is
+missing; promises of eager to the code around the call that the compiled code does not keep; and events that order
+nothing. The function may be one that calls compiled functions. No GPU is needed, and none is used.
+"""
+        + INPUTS,
+        "FILE:FUNCTION",
+        calls=2,
+        simulates=False,
+        options=_check,
+    ),
+    "doctor": Command(
+        "causes that keep a program out of CUDA graphs, and their remedies",
+        """\
+    doctor model.py:forward            runs `forward`; if it isn't compiled, with mode="reduce-overhead"
+    doctor train.py --epochs 1         runs a script, with the code that it compiles itself
+    doctor model.py:forward --remedy better    also runs `better` of that file, on the inputs of `forward`
+
+The report has the share of launches in graphs, and for each cause of the others the operator, the line, its cost and a
+remedy. Switches among the remedies, and the one of --remedy, are tried in processes of their own, with the results
+compared (of a script: the text it prints). The last line names the first thing to do. Half of the calls warm up.
+"""
+        + INPUTS
+        + """A
+script that fails, exits or is interrupted gets a report of what it had run.
+"""
+        + SIMULATED
+        + "Then\nnothing is timed or compared.",
+        "FILE[:FUNCTION]",
+        True,
+        8,
+        (".html",),
+        options=_doctor,
+    ),
+    "timeline": Command(
+        "kernels and copies of a call over time, by stream, as a picture",
+        """\
+    timeline model.py:forward --out step.svg         draws a call of `forward` after those that compile it
+    timeline model.py:loss --backward --out s.json   draws its backward as well, for https://ui.perfetto.dev
+    timeline examples/moe_experts.py --out moe.svg   draws the function that make() of the file returns
+"""
+        + INPUTS
+        + SIMULATED,
+        "FILE[:FUNCTION]",
+        False,
+        1,
+        PICTURES,
+    ),
+    "demo": Command(
+        "the programs in examples/: plans, pictures and, on a GPU, times",
+        """\
+The programs are compiled for a simulated GPU, so the first table is the same on every machine: graph breaks, streams,
+the events that the program's author wrote against those of the generated code, and a picture of a call. On a GPU the
+programs are run as well, in processes of their own: equality with ordered eager, overlap, and the times of a call in
+eager, under stock torch.compile and with the overlay. Stock and overlay take turns, in both orders.""",
+        options=_demo,
+    ),
+}
+
+
+class UsageError(Exception):
+    """Raised if a command can't run. The text says what is wrong, where, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command found. `data` is printed as JSON if --json is given, else `show` prints the report; `save` writes
+    a file of --out, and raises ValueError or OSError if it can't."""
+
+    status: int
+    data: Any
+    show: Callable[[], object]
+    save: Callable[[str], object] = lambda name: None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (`{self.prog} --help`)")
+
+
+class _Completion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, option: str | None = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            raise UsageError(f"{option} needs the package shtab: pip install shtab") from None
+        command, parser.prog = parser.prog, "torch_overlay"  # completion is of a word
+        print(shtab.complete(parser, shell))
+        function = "alias torch_overlay '{}'" if shell == "tcsh" else 'torch_overlay() {{ {} "$@"; }}'
+        print(function.format(command.replace("python", shlex.quote(sys.executable))))
+        parser.exit()
+
+
+def share(text: str) -> float:
+    """Return a share that is written as a part of one, or as a percentage."""
+    number = float(text.removesuffix("%"))
+    number = number / 100 if text.endswith("%") or number > 1 else number
+    if not 0 <= number <= 1:
+        raise ValueError
+    return number
+
+
+def _shared(command: Command) -> argparse.ArgumentParser:
+    """Return the parent of a command's parser: the options that have one meaning in every command that takes them."""
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("--json", action="store_true", help="print JSON; all other output goes to stderr")
+    if command.suffixes:
+        formats = " or ".join(command.suffixes)
+        parent.add_argument("--out", action="append", default=[], metavar="NAME", help=f"write a file: {formats}")
+    if not command.target:
+        return parent
+    parent.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
+    parent.add_argument("--mode", help="mode of torch.compile")
+    parent.add_argument("--calls", type=int, default=command.calls, help="number of calls (%(default)s)")
+    parent.add_argument("--devices", type=int, default=1, help="number of GPUs to simulate (%(default)s)")
+    if command.simulates:
+        parent.add_argument("--simulate", action="store_true", help="simulate a GPU even if there is a real one")
+    parent.add_argument("target", metavar=command.target, help="the program")
+    if command.takes_script:
+        parent.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parent
+
+
+def parser() -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    table = [
+        textwrap.fill(f"  {status:<4} {text}", shutil.get_terminal_size().columns - 2, subsequent_indent=" " * 7)
+        for status, text in STATUSES.items()
+    ]
+    whole = _Parser(
+        prog="python -m torch_overlay",
+        description="User streams and CUDA graphs for torch.compile.",
+        epilog="\n".join(["exit status:", *table]),
+        formatter_class=layout,
+        allow_abbrev=False,
+    )
+    whole.add_argument("--version", action="version", version=f"torch_overlay {__version__}")
+    shells = ("bash", "zsh", "tcsh")
+    help = "print the completion of a shell function torch_overlay; needs the package shtab"
+    whole.add_argument("--print-completion", action=_Completion, choices=shells, help=help)
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.description,
+            parents=[_shared(command)],
+            formatter_class=layout,
+            allow_abbrev=False,
+        )
+        command.options(own)
+    return whole
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options. Raise UsageError for those that can't be followed."""
+    whole = parser()
+    if not argv:
+        whole.parse_args(["--help"])
+    options, unknown = whole.parse_known_args(argv)
+    arguments = getattr(options, "arguments", [])
+    if arguments and ":" in (target := options.target):  # a function has no arguments, so they are options
+        before = argv[: len(argv) - len(arguments) - 1]
+        options, unknown = whole.parse_known_args([*before, *arguments, target])
+        unknown += [word for word in (options.target, *options.arguments) if word != target]
+    if unknown:
+        raise UsageError(f"no option or argument {' '.join(unknown)} (`{whole.prog} {options.command} --help`)")
+    if not options.command:
+        whole.error("no command is named")
+    _check_values(options, COMMANDS[options.command])
+    return options
+
+
+def _check_values(options: argparse.Namespace, command: Command) -> None:
+    for name in getattr(options, "out", ()):
+        if not name.endswith(command.suffixes):
+            raise UsageError(f"--out {name}: {options.command} writes {' or '.join(command.suffixes)}")
+    if not command.target:
+        return
+    path, colon, function = options.target.rpartition(":")
+    options.path, options.function = (path, function) if colon else (options.target, "")
+    if not os.path.isfile(options.path):
+        raise UsageError(f"no file {options.path}" if options.path else "no file is named")
+    if not function and (colon or command.target == "FILE:FUNCTION"):
+        raise UsageError(f"{options.target} names no function: the program is given as {command.target}")
+    least = 4 if options.command == "doctor" else 1
+    if options.calls < least:
+        why = ": graphs are made at the second call" if least > 1 else ""
+        raise UsageError(f"--calls must be at least {least}, got {options.calls}{why}")
+    if not 1 <= options.devices <= 8:
+        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
+    if command.takes_script and not options.function:
+        given = {"--backward": options.backward, "--mode": options.mode, "--calls": options.calls != command.calls}
+        given["--remedy"] = getattr(options, "remedy", None)
+        for option in (option for option, value in given.items() if value):
+            raise UsageError(f"{option} is about the function of FILE:FUNCTION: a script has none, and runs as it is")
+
+
+def main(argv: Sequence[str], prepare: Callable[[argparse.Namespace], None] = lambda options: None) -> int:
+    """Run a command; return the exit status. `prepare` is called before the command's module is imported."""
+    name = argv[0] if argv and argv[0] in COMMANDS else "torch_overlay"
+    try:
+        options = parse(argv)
+        prepare(options)
+        return _run(options)
+    except UsageError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted before there was anything to report", file=sys.stderr)
+        return 130
+    except SystemExit as done:  # of --help and its like
+        return int(done.code or 0)
+
+
+def _run(options: argparse.Namespace) -> int:
+    with output_apart() if options.json else contextlib.nullcontext():
+        outcome: Outcome = importlib.import_module(f"{__package__}.{options.command}").run(options)
+    if options.json:
+        print(json.dumps(outcome.data, default=_plain))
+        atexit.register(lambda: (sys.stdout.flush(), os.dup2(2, 1)))  # what handlers of the program print at the exit
+    else:
+        outcome.show()
+    for name in getattr(options, "out", ()):
+        try:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            outcome.save(name)
+        except (OSError, ValueError) as error:
+            print(f"{options.command}: --out {name} could not be written: {error}", file=sys.stderr)
+            return 2
+        print(f"wrote {name}", file=sys.stderr)
+    return outcome.status
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+
+
+@contextlib.contextmanager
+def output_apart() -> Iterator[None]:
+    """Send to stderr what the program and its children print: stdout is for the report alone."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
