@@ -1,4 +1,4 @@
-"""Settle where a backward runs, and how it is ordered with its forward and with autograd's engine.
+"""Prepares a joint graph with streams for the partitioner, and places and orders the backward that it parts off.
 
 Note [A backward is a region of its own]
 The user's stream program is the forward's. It says nothing about the backward, so none of its tokens may reach it. What
@@ -20,21 +20,12 @@ the backward is ordered after, and what is ordered after the backward, follows f
   the plan treats the memory as belonging to that stream and to the caller's, unless the generated forward says whose it
   is (`streams.saved_memory`).
 
-The partitioner takes no notice of streams, so it saves what it saves without them (`streams.duplicates`).
-
-Marks the nodes of a joint graph that belong to the backward.
-
-Keeps the partitioner from saving inputs that the forward writes to.
-
 Note [Inputs that the forward writes to]
 An input that is written to when the forward has computed must not be saved: the backward would compute again from the
 new value. Upstream tells the partitioner so only for inputs that need gradients. A checkpoint policy may ask to compute
 again what is computed from such an input, like a new count of a router's tokens: the partitioner has no way to do that.
-The value is saved, if the backward needs it.
-
-Orders a backward's streams as autograd's engine does: Note [A backward is a region of its own].
-
-Prepares a joint graph with streams for the partitioner, and places the two graphs that it is parted into.
+The value is saved, if the backward needs it. Otherwise the partitioner saves what it saves without streams
+(`streams.duplicates`).
 """
 
 from __future__ import annotations

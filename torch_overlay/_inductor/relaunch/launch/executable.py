@@ -1,43 +1,27 @@
-"""Makes the C module's `Blocks` of a proven graph: the parameters of its nodes, as the driver reads them.
-
-Reads the addresses of many tensors at once.
+"""Patches an executable graph to run on other memory, and launches it, by the C module.
 
     same(tensors, addresses, indices)   is tensors[i].data_ptr() == addresses[i] for all i of indices?
     addresses(tensors, indices)         (tensors[i].data_ptr(), ...)
     aligned(tensors, indices, masks)    has no address a bit in common with its mask?
-
-The functions here call torch. By every public way, from C too, an address takes 60 ns, which is 10 us for the 149
-parameters of a model with 16 layers: more than the rest of a relaunch. So the C module (`csrc/data_ptr.c`) reads the
-fields of the tensor in memory instead.
+    Exec(handle, nodes, slots, regions) has the parameters of a proven graph's nodes as the driver reads them, the C
+                                        module's `Blocks`: `patch(bases)` (`csrc/patch.c`), and `call(...)`, an object
+                                        that does a whole relaunch (`csrc/bind.c`)
 
 Note [Fields of a tensor]
-A Python tensor holds a pointer to a TensorImpl; the TensorImpl holds a pointer to a StorageImpl, an offset, a length
-and the number of a dtype; the StorageImpl holds the address. Where these fields lie is fixed for a build of torch, and
+By every public way, from C too, the address of a tensor takes 60 ns, which is 10 us for the 149 parameters of a model
+with 16 layers: more than the rest of a relaunch. So the C module (`csrc/data_ptr.c`) reads the fields in memory: a
+Python tensor holds a pointer to a TensorImpl; the TensorImpl holds a pointer to a StorageImpl, an offset, a length and
+the number of a dtype; the StorageImpl holds the address. Where these fields lie is fixed for a build of torch, and
 promised nowhere: before the module reads anything, `teach` compares what it would read with `data_ptr()` for tensors of
-each dtype, views, parameters and others. If one differs, the module forgets the dtypes. For a tensor that has no
-storage, no elements or an unknown dtype, the module calls `data_ptr()`. As a part of libtorch_python it would be a
-C++ function of ten lines.
-
-A flag of a storage says that its address must be asked for before anybody writes: a storage that is copied on write
-(`torch._lazy_clone`) shares its address with another one until then. `data_ptr()` gives it memory of its own, so the
-module calls it for those tensors, too, whether the graph writes there or not; the launcher of a kernel does the same.
-
-The module caches no field: `p.data = x` exchanges the storage in the same TensorImpl, a storage that is resized moves,
-and torch.utils.swap_tensors exchanges the TensorImpl of the same Python object.
-
-Wraps the part of the C module that patches executables and launches them.
-
-*Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.executable`), which has
-`patch(bases)` (`csrc/patch.c`).
-
-*Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call (`csrc/bind.c`).
-
-Patches the memcpy nodes of a captured graph: the copies between the device and pinned host memory.
-
-A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
-(Copies within the device become kernels: `graph.tidy`.)
+each dtype, views, parameters and others. If one differs, the module forgets the dtypes. It calls `data_ptr()` for a
+tensor that has no storage, no elements or an unknown dtype, and for a storage that is copied on write
+(`torch._lazy_clone`), whose address has to be asked for before anybody writes. It caches no field: `p.data = x`
+exchanges the storage in the same TensorImpl, a storage that is resized moves, and torch.utils.swap_tensors exchanges
+the TensorImpl of the same Python object.
 
 Note [The memory that a memcpy node was made for]
+A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
+(Copies within the device become kernels: `graph.tidy`.)
 1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
    when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
    memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
@@ -45,8 +29,6 @@ Note [The memory that a memcpy node was made for]
    itself, which always works, and instantiates the executable again. That is correct and slow: a region for which it
    happens `MOST_REBUILDS` times runs without a graph from then on, and says why.
 3. A copy of several rows can never be patched in an executable, so it is rebuilt from the start.
-
-Patches an executable graph to run on other memory, and launches it.
 """
 
 from __future__ import annotations

@@ -1,39 +1,31 @@
 """Launches one captured region: all that a call needs is bound beforehand.
 
-Note [A relaunch]
-1. Everything that doesn't depend on the call is computed beforehand and bound into one C object (`bind`), or
-   into one closure where the launcher's nodes are patched in Python. A call only has to read the address of each input.
-2. The C object compares each input's address with what the executable has. The closure compares the addresses of static
-   inputs with their last ones by one call into torch, and patches them when they differ. A static input that keeps
-   moving is no longer treated as static: the closure is made again.
-3. Patching and launching are one step under a lock, for all threads share the executable. The driver orders the
-   launches of one executable, and a patch affects only later launches. Where Python runs in that step, the garbage
-   collector may run, too, and a finalizer may call compiled code. A thread that holds the lock of a launch doesn't wait
-   for another one (`launching`): regions that are called in a launch run as compiled.
-4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
-   freed right after the launch: the next user of the memory comes later on that stream.
-5. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
-6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
-
-Does a relaunch in one call into C: `bind(relaunch)` returns the C module's `Call`, or None.
-
+    call = bind(relaunch)                 the C module's `Call`, or None
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.try_launch(inputs)               the outputs, or None where the graph can't be launched: on another device, in
                                           a capture by the caller, with a misaligned input, or with no list
     call.aligned(inputs, positions, masks)  as in `launch.executable`
     call.launches, call.patched           number of launches, and of nodes set in all of them
 
-A call costs mostly cache misses: between two calls, the caller's compiled code, guards and the interpreter evict its
-data from the CPU's caches. So the layout is stored in arrays, the address of each input is read and compared with that
-in the executable, and outputs are made from a list of recipes. The call enters Python only for torch's own functions:
-allocation, views, the current device and stream.
-
-A graph for any size has results of the program of numbers (`Result`) in sizes, strides and offsets, and `derived`
-regions, which begin at a result's bytes in another region: Note [Graphs for any size].
-
-Scratch memory is allocated without a tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no
-random numbers is launched by the driver (`executable.direct`); other graphs by torch's `replay`, which advances the
-generators first.
+Note [A relaunch]
+1. Everything that doesn't depend on the call is computed beforehand and bound into one C object (`bind`), or into one
+   closure where the launcher's nodes are patched in Python. Between two calls, the caller's code evicts the data of a
+   launch from the CPU's caches, so the layout is stored in arrays, and a call only reads the address of each input.
+2. The C object compares each input's address with that in the executable. The closure compares the addresses of static
+   inputs with their last ones by one call into torch, and patches them when they differ. A static input that keeps
+   moving is no longer treated as static: the closure is made again.
+3. Patching and launching are one step under a lock, for all threads share the executable. The driver orders the
+   launches of one executable, and a patch affects only later launches. Where Python runs in that step, the garbage
+   collector may run, too, and a finalizer may call compiled code. A thread that holds the lock of a launch doesn't wait
+   for another one (`launching`): regions that are called in a launch run as compiled.
+4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first, the scratch without
+   a tensor if the device has `raw_alloc`. It is freed right after the launch: the next user of the memory comes later
+   on that stream. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
+5. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
+6. A graph that draws no random numbers is launched by the driver (`executable.direct`); other graphs by torch's
+   `replay`, which advances the generators first. A graph for any size has results of the program of numbers (`Result`)
+   in sizes, strides and offsets, and `derived` regions, which begin at a result's bytes in another region: Note [Graphs
+   for any size].
 """
 
 from __future__ import annotations
