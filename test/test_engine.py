@@ -897,8 +897,8 @@ class TestCommandLine(unittest.TestCase):
         found = json.loads(self.here("status", "--json")[1])
         for seam in SEAMS:
             self.assertIn(seam.target, out)
-        self.assertEqual([seam["target"] for seam in found["seams"]], [seam.target for seam in SEAMS])
-        self.assertEqual({o["name"]: o["value"] for o in found["options"]}["cudagraphs"], "relaunch")
+        self.assertEqual([state["seam"]["target"] for state in found["seams"]], [seam.target for seam in SEAMS])
+        self.assertEqual({o["name"]: o["value"] for o in found["features"]}["cudagraphs"], "relaunch")
         self.assertIn("C compiler", found["machine"])
 
     def test_every_option_is_a_feature(self) -> None:
@@ -995,7 +995,7 @@ class TestCommandLine(unittest.TestCase):
                 raise KeyboardInterrupt
             if name == "transformer_side_branch":
                 raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-            return demo.Compilation(name, (), (), demo.Events(0, 0), None)
+            return demo.Compilation(name, (), (), none := demo.Events(0, 0), none, None)
 
         self.enterContext(mock.patch.object(demo, "compile_program", compile_program))
         compile_only = ["demo", "--compile-only", "--out", str(path.parent)]

@@ -166,7 +166,7 @@ class Explain(TestCase):
         self.assertEqual(
             (found["target"], found["simulated"], found["graph_breaks"]), (f"{self.path}:branch", True, [])
         )
-        lines = {op["line"].partition(": ")[2]: op["stream"] for op in found["regions"][0]["operations"]}
+        lines = {line.partition(": ")[2]: stream for stream, _, line in found["regions"][0]["operations"]}
         self.assertEqual(lines["a = x @ y"], 1)
 
     def test_calls_mode_and_backward(self):

@@ -40,11 +40,6 @@ def machine() -> dict[str, str]:
 
 def run(options: argparse.Namespace) -> Outcome:
     status, found = torch_overlay.status(), machine()
-    seams = [
-        {"state": s.state, "kind": s.seam.kind, "target": s.seam.target, "patch": s.seam.patch} for s in status.seams
-    ]
-    data = {"machine": found, **{n: getattr(status, n) for n in ("enabled", "why", "version", "base", "found")}}
-    data |= {"options": status.features, "seams": seams, "coverage": status.coverage}
 
     def show() -> None:
         screen = Screen()
@@ -54,4 +49,4 @@ def run(options: argparse.Namespace) -> Outcome:
         for line in status.lines():
             screen.line(line)
 
-    return Outcome(int(getattr(options, "refused", False)), data, show)
+    return Outcome(int(getattr(options, "refused", False)), {"machine": found, **vars(status)}, show)

@@ -51,36 +51,25 @@ def timeline(
         raise ValueError(f"timeline: calls must be at least 1, got {calls}")
     if simulate is None:
         simulate = active() is not None or not torch.cuda.is_available()
-
-    def make() -> Callable[..., Any]:
-        if not compile:
-            return fn
-        return as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
-
     title = title or getattr(fn, "__name__", type(fn).__name__)
-    if simulate:
-        return simulated(make, args, calls, backward, devices, title)
-    return profiled(make, args, calls, backward, title)
-
-
-def simulated(
-    make: Callable[[], Callable[..., Any]],
-    args: Sequence[Any],
-    calls: int,
-    backward: bool,
-    devices: int,
-    title: str,
-) -> Timeline:
-    """Return the timeline of `calls` calls on a simulated device, after a first call that compiles."""
+    if compile:
+        fn = as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
+    if not simulate:
+        with observe() as seen:
+            for _ in range(WARM_UP):
+                step(fn, args, backward)
+            torch.cuda.synchronize()
+        with profiler() as profile:
+            for _ in range(calls):
+                step(fn, args, backward)
+        return Timeline.from_profile(profile, seen=seen, title=title)
     from torch_overlay.analysis.timelines.device import TimedDevice
 
-    with simulated_gpu(devices) as gpu:
+    with simulated_gpu(devices) as gpu, observe() as seen:
         convert = gpu.fake_mode.from_tensor
         given = pytree.tree_map(lambda a: convert(a) if _is_real(a) else a, tuple(args))
-        device = TimedDevice(gpu)
         torch._dynamo.reset()  # earlier compiled code has no module on this device
-        fn = make()
-        with observe() as seen, device:
+        with TimedDevice(gpu) as device:
             device.seen = seen
             device.begin()
             step(fn, given, backward)
@@ -152,20 +141,6 @@ def profiler() -> Iterator[Any]:
     ) as found:
         yield found
         torch.cuda.synchronize()
-
-
-def profiled(
-    make: Callable[[], Callable[..., Any]], args: Sequence[Any], calls: int, backward: bool, title: str
-) -> Timeline:
-    with observe() as seen:
-        fn = make()
-        for _ in range(WARM_UP):
-            step(fn, args, backward)
-        torch.cuda.synchronize()
-    with profiler() as found:
-        for _ in range(calls):
-            step(fn, args, backward)
-    return Timeline.from_profile(found, seen=seen, title=title)
 
 
 __all__ = ["profiler", "timeline", "watching"]
