@@ -155,13 +155,12 @@ class _Parser(argparse.ArgumentParser):
 class _Completion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, option: str | None = None) -> None:
         try:
-            import shtab
+            shtab = importlib.import_module("shtab")
         except ImportError:
             raise UsageError(f"{option} needs the package shtab: pip install shtab") from None
         command, parser.prog = parser.prog, "torch_overlay"  # completion is of a word
         print(shtab.complete(parser, shell))
-        function = "alias torch_overlay '{}'" if shell == "tcsh" else 'torch_overlay() {{ {} "$@"; }}'
-        print(function.format(command.replace("python", shlex.quote(sys.executable))))
+        print(f'torch_overlay() {{ {command.replace("python", shlex.quote(sys.executable))} "$@"; }}')
         parser.exit()
 
 
@@ -199,9 +198,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"torch_overlay {__version__}")
-    shells = ("bash", "zsh", "tcsh")
     help = "print the completion of a shell function torch_overlay; needs the package shtab"
-    whole.add_argument("--print-completion", action=_Completion, choices=shells, help=help)
+    whole.add_argument("--print-completion", action=_Completion, choices=("bash", "zsh"), help=help)
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
         text = f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}"

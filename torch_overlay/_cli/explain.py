@@ -16,7 +16,7 @@ from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome
 from torch_overlay._cli.screen import Screen, width
 from torch_overlay._inductor.relaunch import causes, coverage
-from torch_overlay._inductor.streams import memory_report
+from torch_overlay._inductor.streams.memory_report import account, amount, describe
 from torch_overlay.analysis.timelines.lines import own_line
 from torch_overlay.analysis.timelines.run import step, watching
 from torch_overlay.testing import observe
@@ -93,11 +93,7 @@ class Report:
         written = [sum(frame.records for frame in seen.frames), sum(frame.waits for frame in seen.frames)]
         made = [sum(len(plan.events) for plan in plans), sum(plan.num_waits for plan in plans)]
         without = f"; regions without a graph: {len(self.refused)}" if self.refused else ""
-        peaks = [
-            f"{memory_report.amount(memory_report.account(plan).peak)} at the peak of the {region.kind} graph"
-            for region in seen.regions
-            for plan in region.plans
-        ]
+        peaks = [f"{amount(account(p).peak)} at the peak of the {r.kind} graph" for r in seen.regions for p in r.plans]
         return {
             "graph breaks": f"{len(breaks)}, at {', '.join(breaks)}" if breaks else "none",
             "streams": f"{side + 1}, with the current stream",
@@ -184,7 +180,7 @@ class Report:
         for plan in region.plans:
             self.screen.line(f"{region.kind} plan")
             self.screen.line(plan.table(lambda op: _line(region, op)))
-            for line in memory_report.describe(plan):
+            for line in describe(plan):
                 self.screen.line(line)
         if self.options.wrappers and region.wrapper is not None:
             self.screen.line(call_bodies(region.wrapper))

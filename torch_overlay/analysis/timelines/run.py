@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay.analysis.timelines.clock import schedule
+from torch_overlay.analysis.timelines.device import TimedDevice
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.analysis.timelines.timeline import Timeline
 from torch_overlay.testing import observe, simulated_gpu
@@ -19,7 +20,6 @@ from torch_overlay.testing._simulate import active
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay.analysis.timelines.device import TimedDevice
     from torch_overlay.testing import Compiled, Simulation
 
 WARM_UP = 4  # calls on a GPU before the profiler starts; the second call captures a CUDA graph
@@ -63,11 +63,9 @@ def timeline(
             for _ in range(calls):
                 step(fn, args, backward)
         return Timeline.from_profile(profile, seen=seen, title=title)
-    from torch_overlay.analysis.timelines.device import TimedDevice
-
     with simulated_gpu(devices) as gpu, observe() as seen:
-        convert = gpu.fake_mode.from_tensor
-        given = pytree.tree_map(lambda a: convert(a) if _is_real(a) else a, tuple(args))
+        convert, fake = gpu.fake_mode.from_tensor, torch._subclasses.FakeTensor
+        given = pytree.tree_map_only(torch.Tensor, lambda a: a if isinstance(a, fake) else convert(a), tuple(args))
         torch._dynamo.reset()  # earlier compiled code has no module on this device
         with TimedDevice(gpu) as device:
             device.seen = seen
@@ -91,8 +89,6 @@ def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Itera
         with profiler() as profile:
             yield lambda: Timeline.from_profile(profile, seen=seen, title=title)
         return
-    from torch_overlay.analysis.timelines.device import TimedDevice
-
     device = TimedDevice(simulation)
     device.seen, seen.at_first = seen, device.begin
     with device:
@@ -107,10 +103,6 @@ def of_device(device: TimedDevice, title: str) -> Timeline:
     operations = device.trace.operations
     saved = saved_tensors(operations, device.seen.offloads if device.seen is not None else ())
     return schedule(operations, device.costs, title=title, devices=devices, saved=saved)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor)
 
 
 def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
