@@ -944,6 +944,7 @@ class TestCommand(TestCase):
                 "timeline: --out x.png: timeline writes .svg or .json",
             ),
             ([f"{self.path}:branch", "--calls", "0"], "timeline: --calls must be at least 1, got 0"),
+            ([f"{self.path}:branch", "--devices", "9"], "timeline: --devices must be 1 to 8, got 9"),
         ):
             self.assertEqual(self.command(*argv), (2, "", message + "\n"))
 
