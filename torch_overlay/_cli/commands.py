@@ -239,7 +239,7 @@ def _check_values(options: argparse.Namespace, command: Command) -> None:
     options.path, options.function = (path, function) if colon else (options.target, "")
     if not os.path.isfile(options.path):
         raise UsageError(f"no file {options.path}" if options.path else "no file is named")
-    if not function and (colon or command.target == "FILE:FUNCTION"):
+    if not options.function and (colon or command.target == "FILE:FUNCTION"):
         raise UsageError(f"{options.target} names no function: the program is given as {command.target}")
     least = 4 if options.command == "doctor" else 1
     if options.calls < least:
