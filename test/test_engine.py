@@ -897,8 +897,8 @@ class TestCommandLine(unittest.TestCase):
         found = json.loads(self.here("status", "--json")[1])
         for seam in SEAMS:
             self.assertIn(seam.target, out)
-        self.assertEqual([seam["target"] for seam in found["seams"]], [seam.target for seam in SEAMS])
-        self.assertEqual({o["name"]: o["value"] for o in found["options"]}["cudagraphs"], "relaunch")
+        self.assertEqual([state["seam"]["target"] for state in found["seams"]], [seam.target for seam in SEAMS])
+        self.assertEqual({o["name"]: o["value"] for o in found["features"]}["cudagraphs"], "relaunch")
         self.assertIn("C compiler", found["machine"])
 
     def test_every_option_is_a_feature(self) -> None:
@@ -990,12 +990,12 @@ class TestCommandLine(unittest.TestCase):
         path = Path(self.enterContext(tempfile.TemporaryDirectory()), "model.py")
         path.write_text(textwrap.dedent(EXITS))
 
+        ends = {"prefetch_loop": KeyboardInterrupt(), "transformer_side_branch": ModuleNotFoundError("transformers")}
+
         def compile_program(name: str, out: Path) -> Any:
-            if name == "prefetch_loop":
-                raise KeyboardInterrupt
-            if name == "transformer_side_branch":
-                raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-            return demo.Compilation(name, (), (), demo.Events(0, 0), None)
+            if name in ends:
+                raise ends[name]
+            return demo.Compilation(name, (), (), none := demo.Events(0, 0), none, None)
 
         self.enterContext(mock.patch.object(demo, "compile_program", compile_program))
         compile_only = ["demo", "--compile-only", "--out", str(path.parent)]
@@ -1004,10 +1004,8 @@ class TestCommandLine(unittest.TestCase):
         for command in ("explain", "check", "doctor", "timeline"):
             simulate = [] if command == "check" else ["--simulate"]
             cases += [([command, *simulate, f"{path}:{f}"], n) for f, n in (("f", 0), ("fails", 2), ("stops", 130))]
-        cases += [
-            (["check", f"{path}:races"], 1),
-            (["doctor", "--no-tries", f"{path}:branches", "--simulate", "--fail-under", "1"], 1),
-        ]
+        under = ["--no-tries", "--simulate", "--fail-under", "1"]
+        cases += [(["check", f"{path}:races"], 1), (["doctor", f"{path}:branches", *under], 1)]
         for arguments, expected in cases:
             with self.subTest(arguments=arguments):
                 status, _, errors = self.here(*arguments)
@@ -1028,15 +1026,10 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn(' -m torch_overlay "$@"; }', out)
 
     def test_width_of_the_terminal(self) -> None:
-        def of_terminal(stream: int) -> os.terminal_size:
-            if stream == 1:
-                raise OSError("a pipe")
-            return os.terminal_size((91, 9))
-
         with mock.patch.dict("os.environ", COLUMNS="77"):
             self.assertEqual(screen.width(), 77)
             del os.environ["COLUMNS"]
-            with mock.patch("os.get_terminal_size", of_terminal):
+            with mock.patch("os.get_terminal_size", side_effect=[OSError("a pipe"), os.terminal_size((91, 9))]):
                 self.assertEqual(screen.width(), 91)
             with mock.patch("os.get_terminal_size", side_effect=OSError):
                 self.assertEqual(screen.width(), screen.WIDTH)

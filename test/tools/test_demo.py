@@ -68,7 +68,7 @@ class TestCommand(unittest.TestCase):
         def compile_program(name: str, out: Path) -> demo.Compilation:
             if name == "transformer_side_branch":
                 raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-            return demo.Compilation(name, (), (), Events(0, 0), None)
+            return demo.Compilation(name, (), (), Events(0, 0), Events(0, 0), None)
 
         output = io.StringIO()
         with contextlib.redirect_stdout(output), mock.patch.object(demo, "compile_program", compile_program):
@@ -157,7 +157,7 @@ class TestOnGpu(unittest.TestCase):
 
     def test_oracle_runs_everything_on_the_current_stream(self) -> None:
         with simulated_gpu() as gpu:
-            function, args = demo.load("moe_experts").make()
+            function, args = demo.load("moe_experts")
             start = len(gpu.device_log)
             with demo_gpu.ordered():
                 function(*args)

@@ -24,7 +24,7 @@ from torch_overlay.version import __version__
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 STATUSES = {
     0: "the command ran and has no finding",
@@ -35,158 +35,99 @@ STATUSES = {
     130: "the command was interrupted",
 }
 PICTURES = (".svg", ".json")
-INPUTS = """
-A function gets the inputs that FUNCTION_inputs() or example_inputs() of the file returns, as a tuple or one tensor; a
-function without parameters needs none. """
-SIMULATED = """
-Without a GPU, or with --simulate, a simulated GPU takes its place: nothing is computed, numbers that the program reads
-from the device are made up, and times are estimates at the rates of a data sheet, for a device that never waits for its
-host. """
+SWITCH: dict[str, Any] = {"action": "store_true"}
+ON_OFF: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
+RACES: dict[str, Any] = {"choices": ("report", "ok"), "default": "report"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
     """`target`: "FILE:FUNCTION", whose function may be optional, or "" for a command that runs no program of the
     user's. `takes_script`: a file without a function is run as a script, with the arguments after it. `calls`: the
-    default of --calls; `suffixes`: the formats of --out; `simulates`: the command runs on a GPU if there is one."""
+    default of --calls; `suffixes`: the formats of --out; `options`: the command's own."""
 
     summary: str
-    description: str
+    details: str = ""
     target: str = ""
     takes_script: bool = False
-    calls: int = 0
+    calls: int = 1
     suffixes: tuple[str, ...] = ()
-    simulates: bool = True
-    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
-def _status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seams", action="store_true", help="list all seams")
-
-
-def _explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--graph", action="store_true", help="print the FX graphs, with the stream of each node")
-    parser.add_argument("--wrappers", action="store_true", help="print the generated call() functions")
-
-
-def _check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fullgraph", action="store_true", help="a graph break is an error")
-    parser.add_argument(
-        "--misaligned",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="check with inputs that aren't aligned, too, which compiled code copies (on)",
-    )
-    parser.add_argument(
-        "--eager-races", choices=("report", "ok"), default="report", help="ok: races in eager are no finding (report)"
-    )
-    parser.add_argument("--plan", action="store_true", help="print the plans, too")
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-tries", action="store_true", help="try no switches")
-    parser.add_argument("--remedy", metavar="FUNCTION", help="the function as you have changed it: try it, too")
-    parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `doctor.tried`: JSON
-    parser.add_argument("--fail-under", type=share, metavar="SHARE", help="of launches in graphs: 0.95, 95 or 95%%")
-
-
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="names of files in examples/ (three of them)")
-    parser.add_argument("--out", dest="folder", metavar="FOLDER", help="write the pictures there (build/demo)")
-    parser.add_argument("--compile-only", action="store_true", help="do not run the programs, GPU or not")
+def share(text: str) -> float:
+    """Return a share that is written as a part of one, or as a percentage."""
+    number = float(text.removesuffix("%"))
+    number = number / 100 if text.endswith("%") or number > 1 else number
+    if not 0 <= number <= 1:
+        raise ValueError
+    return number
 
 
 COMMANDS = {
     "status": Command(
-        "the machine, the installed PyTorch, the options and the seams",
-        "The status has GPU, driver and C compiler, the installed PyTorch, the options with their values and where\n"
-        "they were set, and the number of installed seams.",
-        options=_status,
+        "the machine, the installed PyTorch, options and seams",
+        options={"--seams": {**SWITCH, "help": "list all seams"}},
     ),
     "explain": Command(
         "graph breaks, streams, events, CUDA graphs and memory of a program",
-        """\
-    explain train.py --epochs 1    runs a script, and explains all that it compiles
-    explain model.py:forward       compiles and calls `forward`
-
-The report begins with a summary. For each piece of code that Dynamo compiled follow its graph breaks with reason and
-line, its streams, the plan (the launches in order, each with its line, and the events before and after it), the memory
-that is alive at the peak, buffers that live longer than on one stream, and regions that asked for a CUDA graph and got
-none, with the reason, which is found at a region's second call on a GPU.
-"""
-        + INPUTS
-        + """A
-script that fails or is interrupted gets a report of what it had run. --out draws what ran on the device from the first
-compiled call on, with the part of each copy of offloaded activations that kernels hide.
-"""
-        + SIMULATED,
+        "After a summary come, for each piece of code that Dynamo compiled, the plan (the launches in order, each with "
+        "its line, and the events around it), buffers that live longer than on one stream, and regions without the "
+        "CUDA graph that they asked for. --out draws what ran on the device from the first compiled call on.",
         "FILE[:FUNCTION]",
         True,
-        1,
-        PICTURES,
-        options=_explain,
+        suffixes=PICTURES,
+        options={
+            "--graph": {**SWITCH, "help": "print the FX graphs, with the stream of each node"},
+            "--wrappers": {**SWITCH, "help": "print the generated call() functions"},
+        },
     ),
     "check": Command(
         "races of a compiled function, in eager and as it is compiled",
-        """\
-    check model.py:forward             runs the generated code of `forward` on a simulated device
-    check train.py:loss --backward     checks the backward of the outputs as well
-
-The report has races of the function in eager; races of the compiled code, with both accesses and the edge that is
-missing; promises of eager to the code around the call that the compiled code does not keep; and events that order
-nothing. The function may be one that calls compiled functions. No GPU is needed, and none is used.
-"""
-        + INPUTS,
+        "The generated code runs on a simulated device; no GPU is used. The report has both accesses of a race and the "
+        "edge that is missing, promises of eager to the code around the call that the compiled code does not keep, and "
+        "events that order nothing. The function may be one that calls compiled functions.",
         "FILE:FUNCTION",
         calls=2,
-        simulates=False,
-        options=_check,
+        options={
+            "--fullgraph": {**SWITCH, "help": "a graph break is an error"},
+            "--misaligned": {**ON_OFF, "help": "check with inputs that aren't aligned, too, which are copied (on)"},
+            "--eager-races": {**RACES, "help": "ok: races in eager are no finding (report)"},
+            "--plan": {**SWITCH, "help": "print the plans, too"},
+        },
     ),
     "doctor": Command(
         "causes that keep a program out of CUDA graphs, and their remedies",
-        """\
-    doctor model.py:forward            runs `forward`; if it isn't compiled, with mode="reduce-overhead"
-    doctor train.py --epochs 1         runs a script, with the code that it compiles itself
-    doctor model.py:forward --remedy better    also runs `better` of that file, on the inputs of `forward`
-
-The report has the share of launches in graphs, and for each cause of the others the operator, the line, its cost and a
-remedy. Switches among the remedies, and the one of --remedy, are tried in processes of their own, with the results
-compared (of a script: the text it prints). The last line names the first thing to do. Half of the calls warm up.
-"""
-        + INPUTS
-        + """A
-script that fails, exits or is interrupted gets a report of what it had run.
-"""
-        + SIMULATED
-        + "Then\nnothing is timed or compared.",
+        "The report has the share of launches in graphs, and for each cause of the others the operator, the line, its "
+        "cost and a remedy. Switches among the remedies are tried in processes of their own, with the results compared "
+        "(of a script: the text it prints). The last line names the first thing to do. Half of the calls warm up.",
         "FILE[:FUNCTION]",
         True,
         8,
         (".html",),
-        options=_doctor,
+        {
+            "--no-tries": {**SWITCH, "help": "try no switches"},
+            "--remedy": {"metavar": "FUNCTION", "help": "the function as you have changed it: try it, too"},
+            "--trial": {"help": argparse.SUPPRESS},  # of `doctor.tried`: JSON
+            "--fail-under": {"type": share, "metavar": "SHARE", "help": "of launches in graphs: 0.95, 95 or 95%%"},
+        },
     ),
     "timeline": Command(
         "kernels and copies of a call over time, by stream, as a picture",
-        """\
-    timeline model.py:forward --out step.svg         draws a call of `forward` after those that compile it
-    timeline model.py:loss --backward --out s.json   draws its backward as well, for https://ui.perfetto.dev
-    timeline examples/moe_experts.py --out moe.svg   draws the function that make() of the file returns
-"""
-        + INPUTS
-        + SIMULATED,
+        "A call after those that compile the function is drawn; of a file without a function, the one that its make() "
+        "returns with its arguments. The format .json is that of https://ui.perfetto.dev.",
         "FILE[:FUNCTION]",
-        False,
-        1,
-        PICTURES,
+        suffixes=PICTURES,
     ),
     "demo": Command(
         "the programs in examples/: plans, pictures and, on a GPU, times",
-        """\
-The programs are compiled for a simulated GPU, so the first table is the same on every machine: graph breaks, streams,
-the events that the program's author wrote against those of the generated code, and a picture of a call. On a GPU the
-programs are run as well, in processes of their own: equality with ordered eager, overlap, and the times of a call in
-eager, under stock torch.compile and with the overlay. Stock and overlay take turns, in both orders.""",
-        options=_demo,
+        "The programs are compiled for a simulated GPU, so the first table is the same on every machine. On a GPU they "
+        "are run as well, in processes of their own, under stock torch.compile and with the overlay in turns.",
+        options={
+            "programs": {"nargs": "*", "metavar": "PROGRAM", "help": "names of files in examples/"},
+            "--out": {"dest": "folder", "metavar": "FOLDER", "help": "write the pictures there (build/demo)"},
+            "--compile-only": {**SWITCH, "help": "do not run the programs, GPU or not"},
+        },
     ),
 }
 
@@ -214,74 +155,58 @@ class _Parser(argparse.ArgumentParser):
 class _Completion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, option: str | None = None) -> None:
         try:
-            import shtab
+            shtab = importlib.import_module("shtab")
         except ImportError:
             raise UsageError(f"{option} needs the package shtab: pip install shtab") from None
         command, parser.prog = parser.prog, "torch_overlay"  # completion is of a word
         print(shtab.complete(parser, shell))
-        function = "alias torch_overlay '{}'" if shell == "tcsh" else 'torch_overlay() {{ {} "$@"; }}'
-        print(function.format(command.replace("python", shlex.quote(sys.executable))))
+        print(f'torch_overlay() {{ {command.replace("python", shlex.quote(sys.executable))} "$@"; }}')
         parser.exit()
 
 
-def share(text: str) -> float:
-    """Return a share that is written as a part of one, or as a percentage."""
-    number = float(text.removesuffix("%"))
-    number = number / 100 if text.endswith("%") or number > 1 else number
-    if not 0 <= number <= 1:
-        raise ValueError
-    return number
-
-
-def _shared(command: Command) -> argparse.ArgumentParser:
+def _shared(name: str, command: Command) -> _Parser:
     """Return the parent of a command's parser: the options that have one meaning in every command that takes them."""
-    parent = argparse.ArgumentParser(add_help=False)
-    parent.add_argument("--json", action="store_true", help="print JSON; all other output goes to stderr")
+    parent = _Parser(add_help=False)
+    add = parent.add_argument
+    add("--json", **SWITCH, help="print JSON; all other output goes to stderr")
     if command.suffixes:
         formats = " or ".join(command.suffixes)
-        parent.add_argument("--out", action="append", default=[], metavar="NAME", help=f"write a file: {formats}")
+        add("--out", action="append", default=[], metavar="NAME", help=f"write a file: {formats}")
     if not command.target:
         return parent
-    parent.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
-    parent.add_argument("--mode", help="mode of torch.compile")
-    parent.add_argument("--calls", type=int, default=command.calls, help="number of calls (%(default)s)")
-    parent.add_argument("--devices", type=int, default=1, help="number of GPUs to simulate (%(default)s)")
-    if command.simulates:
-        parent.add_argument("--simulate", action="store_true", help="simulate a GPU even if there is a real one")
-    parent.add_argument("target", metavar=command.target, help="the program")
+    add("--backward", **SWITCH, help="run the backward of the outputs as well")
+    add("--mode", help="mode of torch.compile")
+    add("--calls", type=int, default=command.calls, help="number of calls (%(default)s)")
+    add("--devices", type=int, default=1, help="number of GPUs to simulate (%(default)s)")
+    if name != "check":
+        simulated = "simulate a GPU, as where there is none: nothing is computed, and times are estimates"
+        add("--simulate", **SWITCH, help=simulated)
+    inputs = "a function gets the inputs that FUNCTION_inputs() or example_inputs() of the file returns"
+    add("target", metavar=command.target, help=inputs)
     if command.takes_script:
-        parent.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+        add("arguments", nargs=argparse.REMAINDER, help="arguments of the script that FILE is without a FUNCTION")
     return parent
 
 
 def parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    table = [
-        textwrap.fill(f"  {status:<4} {text}", shutil.get_terminal_size().columns - 2, subsequent_indent=" " * 7)
-        for status, text in STATUSES.items()
-    ]
+    width = shutil.get_terminal_size().columns - 2
+    table = [textwrap.fill(f"  {n:<4} {text}", width, subsequent_indent=" " * 7) for n, text in STATUSES.items()]
     whole = _Parser(
         prog="python -m torch_overlay",
-        description="User streams and CUDA graphs for torch.compile.",
         epilog="\n".join(["exit status:", *table]),
-        formatter_class=layout,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"torch_overlay {__version__}")
-    shells = ("bash", "zsh", "tcsh")
     help = "print the completion of a shell function torch_overlay; needs the package shtab"
-    whole.add_argument("--print-completion", action=_Completion, choices=shells, help=help)
+    whole.add_argument("--print-completion", action=_Completion, choices=("bash", "zsh"), help=help)
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
-        own = commands.add_parser(
-            name,
-            help=command.summary,
-            description=command.description,
-            parents=[_shared(command)],
-            formatter_class=layout,
-            allow_abbrev=False,
-        )
-        command.options(own)
+        text = f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}"
+        parents = [_shared(name, command)]
+        own = commands.add_parser(name, help=command.summary, description=text, parents=parents, allow_abbrev=False)
+        for option, given in command.options.items():
+            own.add_argument(option, **given)
     return whole
 
 
@@ -314,7 +239,7 @@ def _check_values(options: argparse.Namespace, command: Command) -> None:
     options.path, options.function = (path, function) if colon else (options.target, "")
     if not os.path.isfile(options.path):
         raise UsageError(f"no file {options.path}" if options.path else "no file is named")
-    if not function and (colon or command.target == "FILE:FUNCTION"):
+    if not options.function and (colon or command.target == "FILE:FUNCTION"):
         raise UsageError(f"{options.target} names no function: the program is given as {command.target}")
     least = 4 if options.command == "doctor" else 1
     if options.calls < least:

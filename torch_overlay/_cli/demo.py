@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
 import json
 import os
 import statistics
@@ -17,6 +16,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 import torch_overlay
+from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome, UsageError
 from torch_overlay._cli.screen import Screen
 from torch_overlay._inductor.streams.plan import HOST
@@ -24,8 +24,7 @@ from torch_overlay._inductor.streams.plan import HOST
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.streams.plan import Plan
 
@@ -51,8 +50,9 @@ class Compilation:
 
     name: str
     graph_breaks: tuple[str, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan, ...] = dataclasses.field(repr=False)
     written: Events
+    generated: Events
     picture: Path | None
 
 
@@ -60,14 +60,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def load(name: str) -> ModuleType:
-    """Load an example from its file; return its module."""
-    path = EXAMPLES / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"torch_overlay_example_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and the arguments that an example makes."""
+    return program.load(str(EXAMPLES / f"{name}.py"), "")
 
 
 def events_written(device_log: Sequence[str]) -> Events:
@@ -111,9 +106,8 @@ def compile_program(name: str, out: Path) -> Compilation:
     from torch_overlay.analysis import timeline
     from torch_overlay.testing import observe, simulated_gpu
 
-    module = load(name)
     with simulated_gpu() as gpu, observe() as compiled:
-        function, args = module.make()
+        function, args = load(name)
         start = len(gpu.device_log)
         function(*args)
         written = events_written(gpu.device_log[start:])
@@ -123,7 +117,14 @@ def compile_program(name: str, out: Path) -> Compilation:
         picture = drawn.save(out / f"{name}.svg")
         drawn.save(picture.with_suffix(".json"))
         picture.with_suffix(".txt").write_text("\n\n".join(plan.table() for plan in compiled.plans) + "\n")
-    return Compilation(name, tuple(map(str, compiled.graph_breaks)), tuple(compiled.plans), written, picture)
+    return Compilation(
+        name,
+        tuple(map(str, compiled.graph_breaks)),
+        tuple(compiled.plans),
+        written,
+        events_generated(compiled.plans),
+        picture,
+    )
 
 
 def show_compilations(screen: Screen, compilations: Sequence[Compilation]) -> None:
@@ -133,7 +134,7 @@ def show_compilations(screen: Screen, compilations: Sequence[Compilation]) -> No
             str(len(c.graph_breaks)),
             placement(c.plans),
             str(c.written),
-            str(events_generated(c.plans)),
+            str(c.generated),
             os.path.relpath(c.picture) if c.picture else "no stream in it",
         )
         for c in compilations
@@ -263,17 +264,4 @@ def run(options: argparse.Namespace) -> Outcome:
     if gpu and compilations:
         measured = run_on_gpu(screen, [c.name for c in compilations])
         complete = show_measurements(screen, measured) and complete
-    data = {
-        "compiled": [
-            {
-                "program": c.name,
-                "graph_breaks": c.graph_breaks,
-                "written": dataclasses.asdict(c.written),
-                "generated": dataclasses.asdict(events_generated(c.plans)),
-                "picture": c.picture,
-            }
-            for c in compilations
-        ],
-        "measured": measured,
-    }
-    return Outcome(int(not complete), data, lambda: None)
+    return Outcome(int(not complete), {"compiled": compilations, "measured": measured}, lambda: None)

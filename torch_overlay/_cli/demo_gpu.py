@@ -78,7 +78,7 @@ def profile(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def measure(name: str) -> dict[str, Any]:
-    function, args = load(name).make()
+    function, args = load(name)
     with ordered():
         expected = tensors(function(*args))
     compiled = torch.compile(function, fullgraph=True)

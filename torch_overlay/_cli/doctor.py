@@ -42,10 +42,9 @@ def tried(
     """Try the switches among the remedies, and another function of the same file on the same inputs. `command`: the
     arguments of the doctor that made the diagnosis; `output`: what a script printed meanwhile, which is its result.
     Each trial is printed before it begins; an interrupt ends it."""
-    what: list[tuple[str, str, dict[str, Any]]] = []
-    if switches:
-        chosen = remedies.switches(found.findings)
-        what = [(code, remedies.as_text(options), {"options": options}) for code, options in chosen]
+    chosen = remedies.switches(found.findings) if switches else []
+    what: list[tuple[str, str, dict[str, Any]]]
+    what = [(code, remedies.as_text(options), {"options": options}) for code, options in chosen]
     if function:
         what.append((found.findings[0].code if found.findings else "", function, {"function": function}))
     made = []
@@ -102,16 +101,15 @@ def run(options: argparse.Namespace) -> Outcome:
             print(f"doctor: {options.target} {found.ended}", file=sys.stderr)
             return Outcome(status, found.to_dict(), lambda: None)
         raise UsageError(f"nothing in {options.target} asks for CUDA graphs. {found.first()}")
-    logged(found)
+    if not trial:
+        logged(found)
     if not status and options.fail_under is not None and found.share < options.fail_under:
         wanted = f"{100 * options.fail_under:g} %"
         print(f"doctor: {100 * found.share:.1f} % of launches are in CUDA graphs, under {wanted}", file=sys.stderr)
         status = 1
-    return Outcome(status, found.to_dict(), lambda: print(found), lambda name: write(name, found.to_html()))
-
-
-def write(name: str, text: str) -> None:
-    Path(name).write_text(text, encoding="utf-8")
+    return Outcome(
+        status, found.to_dict(), lambda: print(found), lambda name: Path(name).write_text(found.to_html(), "utf-8")
+    )
 
 
 def _diagnosed(

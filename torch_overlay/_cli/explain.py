@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import textwrap
 from collections import Counter
@@ -15,7 +16,7 @@ from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome
 from torch_overlay._cli.screen import Screen, width
 from torch_overlay._inductor.relaunch import causes, coverage
-from torch_overlay._inductor.streams import memory_report
+from torch_overlay._inductor.streams.memory_report import account, amount, describe
 from torch_overlay.analysis.timelines.lines import own_line
 from torch_overlay.analysis.timelines.run import step, watching
 from torch_overlay.testing import observe
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
     from torch_overlay.testing import Compiled, Frame, Region
 
 SIMULATED = (
-    "Simulated: nothing is computed, and numbers that the program reads are made up. Times, and parts of copies that "
-    "are hidden, are estimates from memory traffic and arithmetic at the rates of a data sheet, for a device that "
-    "never waits for its host. Nothing is captured: calls count as if a graph had run them."
+    "Simulated: nothing is computed, and numbers that the program reads are made up. Times are estimates, for a device "
+    "that never waits for its host. Nothing is captured: calls count as if a graph had run them."
 )
 
 
@@ -50,12 +50,19 @@ def run(options: argparse.Namespace) -> Outcome:
                 ended = program.run_script(options.path, options.arguments)
         graphs = coverage.coverage()  # the simulation resets the compiler at its end
     drawn = None
-    with contextlib.suppress(ValueError):  # nothing ran on the device: `save` says so
-        drawn = draw() if options.out else None
+    if draw is not None:
+        with contextlib.suppress(ValueError):  # nothing ran on the device
+            drawn = draw()
     refused = [r for r in causes.refused() if r not in refused_before]
     report = Report(options, simulation is not None, device, seen, graphs, refused, ended, drawn)
     status = 130 if ended == program.INTERRUPTED else 2 if ended or not seen.frames else 0
-    return Outcome(status, report.to_dict(), report.print, lambda name: (drawn or draw()).save(name))
+    return Outcome(status, report.to_dict(), report.print, functools.partial(save, drawn))
+
+
+def save(timeline: Timeline | None, name: str) -> None:
+    if timeline is None:
+        raise ValueError("nothing ran on the device")
+    timeline.save(name)
 
 
 def call(options: argparse.Namespace) -> None:
@@ -86,11 +93,7 @@ class Report:
         written = [sum(frame.records for frame in seen.frames), sum(frame.waits for frame in seen.frames)]
         made = [sum(len(plan.events) for plan in plans), sum(plan.num_waits for plan in plans)]
         without = f"; regions without a graph: {len(self.refused)}" if self.refused else ""
-        peaks = [
-            f"{memory_report.amount(memory_report.account(plan).peak)} at the peak of the {region.kind} graph"
-            for region in seen.regions
-            for plan in region.plans
-        ]
+        peaks = [f"{amount(account(p).peak)} at the peak of the {r.kind} graph" for r in seen.regions for p in r.plans]
         return {
             "graph breaks": f"{len(breaks)}, at {', '.join(breaks)}" if breaks else "none",
             "streams": f"{side + 1}, with the current stream",
@@ -102,28 +105,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         regions = [
-            {
-                "function": region.frame.name if region.frame else "",
-                "kind": region.kind,
-                "operations": [
-                    {"stream": op.stream, "name": op.name, "line": _line(region, op)}
-                    for plan in region.plans
-                    for op in plan.ops
-                ],
-            }
-            for region in self.seen.regions
+            {"kind": r.kind, "operations": [(op.stream, op.name, _line(r, op)) for plan in r.plans for op in plan.ops]}
+            for r in self.seen.regions
         ]
-        return {
-            "target": self.options.target,
-            "device": self.device,
-            "simulated": self.simulated,
-            "ended": self.ended,
-            "summary": self.summary(),
-            "graph_breaks": [dataclasses.asdict(b) for b in dict.fromkeys(self.seen.graph_breaks)],
-            "regions": regions,
-            "without_graph": [str(r) for r in self.refused],
-            "coverage": self.graphs,
-        }
+        shown = {name: getattr(self, name) for name in ("simulated", "device", "graphs", "ended")}
+        shown |= {"target": self.options.target, "summary": self.summary(), "regions": regions}
+        return {**shown, "graph_breaks": self.seen.graph_breaks, "refused": list(map(str, self.refused))}
 
     def print(self) -> None:
         screen, seen = self.screen, self.seen
@@ -184,15 +171,8 @@ class Report:
 
     def _region(self, region: Region) -> None:
         if self.options.graph:
-            rows = [
-                (
-                    "" if n.stream is None else str(n.stream),
-                    n.text,
-                    f"{_short(n.file)}:{n.line}" if n.file else "",
-                    n.code,
-                )
-                for n in region.nodes
-            ]
+            streams = ["" if n.stream is None else str(n.stream) for n in region.nodes]
+            rows = [(s, n.text, *_where(n.file, n.line, n.code)) for s, n in zip(streams, region.nodes)]
             self.screen.table(f"{region.kind} graph", ("stream", "node", "line", "code"), rows)
         self._blocking(region)
         if not region.plans:
@@ -200,16 +180,13 @@ class Report:
         for plan in region.plans:
             self.screen.line(f"{region.kind} plan")
             self.screen.line(plan.table(lambda op: _line(region, op)))
-            for line in memory_report.describe(plan):
+            for line in describe(plan):
                 self.screen.line(line)
         if self.options.wrappers and region.wrapper is not None:
             self.screen.line(call_bodies(region.wrapper))
 
     def _blocking(self, region: Region) -> None:
-        rows = []
-        for copy in region.blocking:
-            file, line, code = innermost_frame(copy.stack_trace)
-            rows.append((f"{_short(file)}:{line}" if file else "", code, copy.reason))
+        rows = [(*_where(*innermost_frame(copy.stack_trace)), copy.reason) for copy in region.blocking]
         if rows:
             self.screen.table("Copies that block the host", ("line", "code", "why"), rows)
 
@@ -224,8 +201,7 @@ class Report:
             self.screen.line(report.summary() + ".")
             rows = []
             for row in report.rows:
-                file, line, code = innermost_frame(row.stack_trace)
-                where = f"{_short(file)}:{line}" if file else ""
+                where, code = _where(*innermost_frame(row.stack_trace))
                 out = forward[i].text(row.name) if i < len(forward) else ""
                 back = backward[i].text(row.name) if i < len(backward) else ""
                 plan = next((t for t in report.choice.transfers if t.name == row.name), None)
@@ -245,6 +221,10 @@ def _others(frames: Iterable[Frame]) -> str:
     number = sum((frame.syncs for frame in frames), Counter())
     others = [f"{n} {name}" for name, n in sorted(number.items()) if name not in counted]
     return f" ({', '.join(others)})" if others else ""
+
+
+def _where(file: str, line: int, code: str) -> tuple[str, str]:
+    return f"{_short(file)}:{line}" if file else "", code
 
 
 def _short(path: str) -> str:

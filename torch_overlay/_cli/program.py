@@ -32,12 +32,8 @@ def failure(error: BaseException, path: str) -> str:
 
 def run_script(path: str, arguments: Iterable[str]) -> str:
     """Run a script as `python PATH` would. Return how it ended, if it did not run through."""
-    return ended(path, lambda: _run_main(path, arguments))
-
-
-def _run_main(path: str, arguments: Iterable[str]) -> None:
-    with importable(path, arguments, exits=True):
-        runpy.run_path(path, run_name="__main__")
+    with importable(path, arguments):
+        return ended(path, lambda: runpy.run_path(path, run_name="__main__"))
 
 
 def ended(path: str, run: Callable[[], Any]) -> str:
@@ -78,9 +74,9 @@ def device(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any
 
 
 @contextlib.contextmanager
-def importable(path: str, arguments: Iterable[str] = (), exits: bool = False) -> Iterator[None]:
-    """Put the file's folder first on `sys.path`, and its arguments in `sys.argv`, as for a script. Unless it may exit
-    (`exits`), raises UsageError if the program exits inside: that would end the command without a report.
+def importable(path: str, arguments: Iterable[str] = ()) -> Iterator[None]:
+    """Put the file's folder first on `sys.path`, and its arguments in `sys.argv`, as for a script. Raises
+    UsageError if the program exits inside: that would end the command without a report.
     """
     before, argv = list(sys.path), sys.argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -88,8 +84,6 @@ def importable(path: str, arguments: Iterable[str] = (), exits: bool = False) ->
     try:
         yield
     except SystemExit as error:
-        if exits:
-            raise
         raise UsageError(f"{path} exited with {error.code} where it was to be loaded or called") from error
     finally:
         sys.path[:], sys.argv = before, argv  # the program may have changed them

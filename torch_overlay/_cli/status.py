@@ -23,13 +23,11 @@ def machine() -> dict[str, str]:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    driver, module = [], Path("/proc/driver/nvidia/version")
-    if module.exists():
-        words = module.read_text().split()
-        driver = [next((word for word in words if word[:1].isdigit()), "")]
+    module = Path("/proc/driver/nvidia/version")
+    driver = [word for word in module.read_text().split() if word[:1].isdigit()][:1] if module.exists() else []
     if version := torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else 0:
         driver.append(f"CUDA {version // 1000}.{version % 1000 // 10}")
-    compiler = os.environ.get("CC") or "gcc" if shutil.which("gcc") else "clang"  # as Triton chooses
+    compiler = os.environ.get("CC") or ("gcc" if shutil.which("gcc") else "clang")  # as Triton chooses
     return {
         "GPU": ", ".join(gpus) or "none: programs are compiled for a simulated one",
         "driver": ", ".join(driver) or "none",
@@ -40,11 +38,6 @@ def machine() -> dict[str, str]:
 
 def run(options: argparse.Namespace) -> Outcome:
     status, found = torch_overlay.status(), machine()
-    seams = [
-        {"state": s.state, "kind": s.seam.kind, "target": s.seam.target, "patch": s.seam.patch} for s in status.seams
-    ]
-    data = {"machine": found, **{n: getattr(status, n) for n in ("enabled", "why", "version", "base", "found")}}
-    data |= {"options": status.features, "seams": seams, "coverage": status.coverage}
 
     def show() -> None:
         screen = Screen()
@@ -54,4 +47,4 @@ def run(options: argparse.Namespace) -> Outcome:
         for line in status.lines():
             screen.line(line)
 
-    return Outcome(int(getattr(options, "refused", False)), data, show)
+    return Outcome(int(getattr(options, "refused", False)), {"machine": found, **vars(status)}, show)

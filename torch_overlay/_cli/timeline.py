@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    device = program.device(options)
-    with program.running(options, device):
+    with program.running(options, program.device(options)):
         fn, inputs = program.load(options.path, options.function)
         found = timeline(
             program.as_compiled(fn, mode=options.mode),

@@ -74,18 +74,17 @@ class Status:
     features: tuple[Feature, ...]
     coverage: str = ""  # one line about CUDA graphs, once something was compiled
 
-    def tables(self, seams: bool = False) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    def tables(self, seams: bool = False) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Return tables of text, with title and columns; the last one has all seams, or their number in each state."""
         base = [(name, needed, self.found[name]) for name, needed in self.base.items()]
         options = [(f.name, str(f.value), f.description, f.why) for f in self.features]
         listed = [(s.state, s.seam.kind, s.seam.target, s.seam.patch or "") for s in self.seams]
         counts = [(state, str(number)) for state, number in Counter(row[0] for row in listed).items()]
+        columns = ("state", "kind", "target", "patch") if seams else ("state", "number")
         return [
             ("Base", ("", "needed", "found"), base),
             ("Options of torch_overlay.config", ("option", "value", "effect", "set by"), options),
-            ("Seams", ("state", "kind", "target", "patch"), listed)
-            if seams
-            else ("Seams", ("state", "number"), counts),
+            ("Seams", columns, listed if seams else counts),
         ]
 
     def lines(self) -> list[str]:

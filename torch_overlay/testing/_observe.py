@@ -137,6 +137,9 @@ class _Observer:
         from torch._inductor.utils import ValueWithLineMap
         from torch._inductor.virtualized import V
 
+        from torch_overlay._functorch.offload import log as offload_log
+        from torch_overlay._inductor.streams import copies_in_place, planned_region
+
         origins = Origins()
         call_backend = OutputGraph.call_user_compiler
         lower = compile_fx.fx_codegen_and_compile
@@ -194,10 +197,11 @@ class _Observer:
             mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
             mock.patch.object(GraphLowering, "codegen", keep_wrapper),
             mock.patch.object(InstructionTranslatorBase, "log_graph_break", keep_break),
-            _plans_go_to(keep_plan),
-            _offloads_go_to(keep_offload),
-            _blocking_copies_go_to(keep_blocking),
+            contextlib.ExitStack() as stack,
         ):
+            stack.callback(planned_region.subscribe_to_plans(keep_plan))
+            stack.callback(offload_log.subscribe(keep_offload))
+            stack.callback(copies_in_place.subscribe_to_copies(keep_blocking))
             yield
 
 
@@ -247,45 +251,3 @@ def _graph_break(reason: str, exc: Any) -> GraphBreak:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-@contextlib.contextmanager
-def _offloads_go_to(observer: Any) -> Iterator[None]:
-    try:
-        from torch_overlay._functorch.offload import log as offload_log
-    except ImportError:  # a build without it
-        yield
-        return
-    unsubscribe = offload_log.subscribe(observer)
-    try:
-        yield
-    finally:
-        unsubscribe()
-
-
-@contextlib.contextmanager
-def _blocking_copies_go_to(observer: Any) -> Iterator[None]:
-    try:
-        from torch_overlay._inductor.streams import copies_in_place
-    except ImportError:  # a build without it
-        yield
-        return
-    unsubscribe = copies_in_place.subscribe_to_copies(observer)
-    try:
-        yield
-    finally:
-        unsubscribe()
-
-
-@contextlib.contextmanager
-def _plans_go_to(observer: Any) -> Iterator[None]:
-    try:
-        from torch_overlay._inductor.streams import planned_region
-    except ImportError:  # a build without the planner
-        yield
-        return
-    unsubscribe = planned_region.subscribe_to_plans(observer)
-    try:
-        yield
-    finally:
-        unsubscribe()

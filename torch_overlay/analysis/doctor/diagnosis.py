@@ -157,16 +157,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [f"{self.target} on {self.where}", ""]
         lines += [line for remark in self.remarks() for line in (remark, "")]
-        if self.ms is not None:
-            compared = f", {self.ms_without_graphs:.3f} ms without graphs" if self.ms_without_graphs is not None else ""
-            lines += [f"{self.ms:.3f} ms a step{compared}"]
-        if guards := self.guards():
-            lines += [f"{guards} ({_STANCE})"]
-        if times := self.device_us():
-            lines += [
-                f"device time of a step: {times['device_us_in_graphs']:.1f} us in graphs, "
-                f"{times['device_us_outside']:.1f} us outside"
-            ]
+        lines += self.figures()
         lines += [self.table or "nothing was compiled that asks for CUDA graphs", ""]
         for number, finding in enumerate(self.findings, 1):
             lines += [f"{number}. [{finding.code}] {finding.message}{_cost(finding, self.of_run)}"]
@@ -187,11 +178,18 @@ class Diagnosis:
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
-    def guards(self) -> str:
-        """Say what Dynamo's guards take of a step; nothing if that is little."""
-        if not self.guards_us or not self.ms or self.guards_us < GUARDS * 1e3 * self.ms:
-            return ""
-        return f"Dynamo's guards: {self.guards_us:.1f} us of a step"
+    def figures(self) -> list[str]:
+        """Return the times of a step, as far as they were measured; that of Dynamo's guards only if it is large."""
+        lines = []
+        if self.ms is not None:
+            compared = f", {self.ms_without_graphs:.3f} ms without graphs" if self.ms_without_graphs is not None else ""
+            lines += [f"{self.ms:.3f} ms a step{compared}"]
+        if self.guards_us and self.ms and self.guards_us >= GUARDS * 1e3 * self.ms:
+            lines += [f"Dynamo's guards: {self.guards_us:.1f} us of a step ({_STANCE})"]
+        if times := self.device_us():
+            inside, outside = times["device_us_in_graphs"], times["device_us_outside"]
+            lines += [f"device time of a step: {inside:.1f} us in graphs, {outside:.1f} us outside"]
+        return lines
 
     def device_us(self) -> dict[str, float]:
         """Device time of a step, in graphs and outside; empty if nothing was timed."""
@@ -206,26 +204,17 @@ class Diagnosis:
         for f in self.findings:
             rows += f"<tr><td><code>{esc(f.code)}</code><td>{esc(f.message)}<br><small>{esc(f.line)}</small>"
             rows += f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}"
-            for of, number in (("launches", f.launches), ("waits", f.waits)):
-                rows += f'<td class=n data-of="{of}">{number:g}'
-            for of, time in (("host us", f.host_us), ("device us", f.device_us)):
-                rows += f'<td class=n data-of="{of}">{"" if time is None else f"{time:.1f}"}'
+            times = (("host us", f.host_us), ("device us", f.device_us))
+            for of, number in (("launches", f.launches), ("waits", f.waits), *times):
+                rows += f'<td class=n data-of="{of}">{"" if number is None else f"{number:.1f}".removesuffix(".0")}'
         trials = "".join(f"<li>{esc(str(trial))}" for trial in self.trials)
-        step = "" if self.ms is None else f"<p>{self.ms:.3f} ms a step"
-        if self.ms is not None and self.ms_without_graphs is not None:
-            step += f", {self.ms_without_graphs:.3f} ms without graphs"
-        if times := self.device_us():
-            step += f"; on the device {times['device_us_in_graphs']:.1f} us in graphs, "
-            step += f"{times['device_us_outside']:.1f} us outside"
-        if guards := self.guards():
-            step += f"; {esc(guards)} (<code>{esc(_STANCE)}</code>)"
         picture = self.timeline.to_html()
         return _PAGE.format(
             title=esc(self.target),
             where=esc(self.where),
             first=esc(self.first()),
             share=f"{100 * self.share:.1f}",
-            step=step,
+            step="".join(f"<p>{esc(line)}" for line in self.figures()),
             table=esc(self.table),
             rows=rows or "<tr><td colspan=7>none",
             timeline=f"<h2>One step</h2>{picture}" if picture else "",

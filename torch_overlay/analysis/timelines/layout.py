@@ -1,11 +1,9 @@
 """Lay out a timeline in a picture of fixed width: rows of time, lanes in each row, labels under boxes.
 
-The width is that of a phone, and so is the size of the text: a picture may be shown as wide as the page has room, and
-its text is never smaller than it was laid out for.
-
-Time runs from left to right and continues in the next row, as in a musical score: a step of 300 kernels fills a page or
-two and needs no scrolling sideways. All rows have the same scale, at which three quarters of the slices are wide enough
-for their line number. A row shows only the lanes that have something in it.
+The width is that of a phone, so no page shows the text smaller. Time runs from left to right and continues in the next
+row, as in a musical score: a step of 300 kernels fills a page or two and needs no scrolling sideways. All rows have the
+same scale, at which three quarters of the slices are wide enough for their line number. A row shows only the lanes that
+have something in it.
 
 A label is drawn in its box if it fits there. Otherwise it goes under the box, on the first of `LEVELS` levels that is
 free; neighbours of one source line share a label. A label without a place is left out, and counted: its box has a

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay.analysis.timelines.clock import schedule
+from torch_overlay.analysis.timelines.device import TimedDevice
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.analysis.timelines.timeline import Timeline
 from torch_overlay.testing import observe, simulated_gpu
@@ -19,7 +20,6 @@ from torch_overlay.testing._simulate import active
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay.analysis.timelines.device import TimedDevice
     from torch_overlay.testing import Compiled, Simulation
 
 WARM_UP = 4  # calls on a GPU before the profiler starts; the second call captures a CUDA graph
@@ -51,36 +51,23 @@ def timeline(
         raise ValueError(f"timeline: calls must be at least 1, got {calls}")
     if simulate is None:
         simulate = active() is not None or not torch.cuda.is_available()
-
-    def make() -> Callable[..., Any]:
-        if not compile:
-            return fn
-        return as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
-
     title = title or getattr(fn, "__name__", type(fn).__name__)
-    if simulate:
-        return simulated(make, args, calls, backward, devices, title)
-    return profiled(make, args, calls, backward, title)
-
-
-def simulated(
-    make: Callable[[], Callable[..., Any]],
-    args: Sequence[Any],
-    calls: int,
-    backward: bool,
-    devices: int,
-    title: str,
-) -> Timeline:
-    """Return the timeline of `calls` calls on a simulated device, after a first call that compiles."""
-    from torch_overlay.analysis.timelines.device import TimedDevice
-
-    with simulated_gpu(devices) as gpu:
-        convert = gpu.fake_mode.from_tensor
-        given = pytree.tree_map(lambda a: convert(a) if _is_real(a) else a, tuple(args))
-        device = TimedDevice(gpu)
+    if compile:
+        fn = as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
+    if not simulate:
+        with observe() as seen:
+            for _ in range(WARM_UP):
+                step(fn, args, backward)
+            torch.cuda.synchronize()
+        with profiler() as profile:
+            for _ in range(calls):
+                step(fn, args, backward)
+        return Timeline.from_profile(profile, seen=seen, title=title)
+    with simulated_gpu(devices) as gpu, observe() as seen:
+        convert, fake = gpu.fake_mode.from_tensor, torch._subclasses.FakeTensor
+        given = pytree.tree_map_only(torch.Tensor, lambda a: a if isinstance(a, fake) else convert(a), tuple(args))
         torch._dynamo.reset()  # earlier compiled code has no module on this device
-        fn = make()
-        with observe() as seen, device:
+        with TimedDevice(gpu) as device:
             device.seen = seen
             device.begin()
             step(fn, given, backward)
@@ -102,8 +89,6 @@ def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Itera
         with profiler() as profile:
             yield lambda: Timeline.from_profile(profile, seen=seen, title=title)
         return
-    from torch_overlay.analysis.timelines.device import TimedDevice
-
     device = TimedDevice(simulation)
     device.seen, seen.at_first = seen, device.begin
     with device:
@@ -118,10 +103,6 @@ def of_device(device: TimedDevice, title: str) -> Timeline:
     operations = device.trace.operations
     saved = saved_tensors(operations, device.seen.offloads if device.seen is not None else ())
     return schedule(operations, device.costs, title=title, devices=devices, saved=saved)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor)
 
 
 def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
@@ -152,20 +133,6 @@ def profiler() -> Iterator[Any]:
     ) as found:
         yield found
         torch.cuda.synchronize()
-
-
-def profiled(
-    make: Callable[[], Callable[..., Any]], args: Sequence[Any], calls: int, backward: bool, title: str
-) -> Timeline:
-    with observe() as seen:
-        fn = make()
-        for _ in range(WARM_UP):
-            step(fn, args, backward)
-        torch.cuda.synchronize()
-    with profiler() as found:
-        for _ in range(calls):
-            step(fn, args, backward)
-    return Timeline.from_profile(found, seen=seen, title=title)
 
 
 __all__ = ["profiler", "timeline", "watching"]

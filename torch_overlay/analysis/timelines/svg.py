@@ -48,25 +48,24 @@ COLUMNS = int((WIDTH - 2 * MARGIN) / CHARACTER)
 MOST_LINES = 48
 AT_ONCE = 5.0  # us that a device may need to continue after an event
 
-STYLE = f"""text {{ font: {FONT}px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #22262c; }}
+COLOURS_OF = (  # selector, property, on light pages, on dark ones
+    ("text", "fill", "#22262c", "#e6e8eb"),
+    (".quiet", "fill", "#5b6370", "#a3abb6"),
+    (".paper", "fill", "#ffffff", "#14171b"),
+    (".shade", "fill", "#f3f4f6", "#1c2026"),
+    (".grid", "stroke", "#dfe2e6", "#343a42"),
+    (".memory", "fill", "#c7d0dc", "#34404f"),
+    (".event", "stroke", "#30343b", "#c9ced6"),
+    (".end", "fill", "#30343b", "#c9ced6"),
+)
+LIGHT, DARK = ("\n".join(f"{row[0]} {{ {row[1]}: {row[i]}; }}" for row in COLOURS_OF) for i in (2, 3))
+STYLE = f"""{LIGHT}
+text {{ font: {FONT}px "DejaVu Sans Mono", Menlo, Consolas, monospace; }}
 .title {{ font-size: 12px; font-weight: bold; }}
-.quiet {{ fill: #5b6370; }}
-.paper, .even {{ fill: #fff; }}
-.odd {{ fill: #f3f4f6; }}
-.grid {{ stroke: #dfe2e6; }}
-.memory {{ fill: #c7d0dc; stroke: #8a97a8; }}
-.event {{ fill: none; stroke: #30343b; stroke-width: 0.9; stroke-opacity: 0.7; }}
+.event {{ fill: none; stroke-width: 0.9; stroke-opacity: 0.7; }}
 .slack {{ stroke-opacity: 0.25; }}
-.end {{ fill: #30343b; }}
 @media (prefers-color-scheme: dark) {{
-text {{ fill: #e6e8eb; }}
-.quiet {{ fill: #a3abb6; }}
-.paper, .even {{ fill: #14171b; }}
-.odd {{ fill: #1c2026; }}
-.grid {{ stroke: #343a42; }}
-.memory {{ fill: #34404f; stroke: #6b7a8e; }}
-.event {{ stroke: #c9ced6; }}
-.end {{ fill: #c9ced6; }}
+{DARK}
 }}"""
 
 HEAD = """<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">
@@ -117,10 +116,6 @@ def _column(x: float, y: float, lines: Iterable[str], style: str = "") -> list[s
     return [_text(x, y + number * LINE, line, style) for number, line in enumerate(lines)]
 
 
-def colour(lane: int) -> str:
-    return COLOURS[lane % len(COLOURS)]
-
-
 def _axis(layout: Layout, row: Row) -> list[str]:
     """Draw the time axis: lines and times at round distances, with room for the times."""
     step = 10 ** math.ceil(math.log10(60 / layout.scale))
@@ -128,8 +123,8 @@ def _axis(layout: Layout, row: Row) -> list[str]:
     parts = []
     base, bottom = row.y + TICKS, row.y + row.height
     for i, strip in enumerate(row.strips):
-        shade = "even" if i % 2 else "odd"
-        parts.append(f'<rect x="0" y="{strip.y:.1f}" width="{WIDTH}" height="{strip.height:.1f}" class="{shade}"/>')
+        if i % 2 == 0:
+            parts.append(f'<rect x="0" y="{strip.y:.1f}" width="{WIDTH}" height="{strip.height:.1f}" class="shade"/>')
     first, last = math.ceil(row.start / step - 1e-9), math.floor(row.end / step + 1e-9)
     for number in range(first, last + 1):
         x = layout.x(row, number * step)
@@ -144,7 +139,7 @@ def _axis(layout: Layout, row: Row) -> list[str]:
 def _strips(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
     parts = []
     for strip in row.strips:
-        name, shade = timeline.lanes[strip.lane].name, colour(strip.lane)
+        name, shade = timeline.lanes[strip.lane].name, COLOURS[strip.lane % len(COLOURS)]
         parts.append(f'<rect x="{MARGIN}" y="{strip.y + PAD + 2:.1f}" width="5" height="14" rx="2" fill="{shade}"/>')
         names = textwrap.wrap(name, int((LEFT - MARGIN - 11) / CHARACTER), max_lines=2, placeholder="…")
         parts += _column(MARGIN + 9, strip.middle + 9.5 - LINE / 2 * len(names), names)
@@ -239,7 +234,7 @@ def _memory(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
     path += f" H{right:.1f} V{bottom:.1f} Z"
     scale = [amount(timeline.peak), "memory", amount(lowest) if lowest else "0"]
     return [
-        f'<path d="{path}" class="memory" stroke-width="0.7"/>',
+        f'<path d="{path}" class="memory"/>',
         *_column(MARGIN + 9, row.memory_y + 7, scale, "quiet"),
     ]
 
