@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import unittest
 from typing import TYPE_CHECKING
 
@@ -222,3 +224,69 @@ class TestOffloadedTransformer(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         self.assertRegex(result.stdout, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
         self.assertRegex(result.stdout, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")
+
+
+@form.overlay_only
+class TestGraphs(unittest.TestCase):
+    """Examples of CUDA graphs, as scripts without a GPU: their text about the simulated one."""
+
+    def printed(self, name: str) -> str:
+        code = f"import runpy; runpy.run_path({str(form.ROOT / 'examples' / name)!r}, run_name='__main__')"
+        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        return result.stdout
+
+    def rows(self, text: str) -> dict[str, list[str]]:
+        """Calls, calls by graph and graphs of each compiled function."""
+        found = re.findall(
+            r"^(\w+ of compiled frame \S+) .* (\d+) +(\d+) +\d+ +\d+ +(\d+) +\d+ +[\d.]+$", text, re.MULTILINE
+        )
+        return {name: [*counts] for name, *counts in found}
+
+    def test_item_is_found_at_its_line_and_its_removal_compared(self) -> None:
+        text = self.printed("remove_item.py")
+        self.assertRegex(text, r"1\. \[graph-break\] .*Tensor\.item\(\)[^\n]*\n +\S+remove_item\.py:\d+\n")
+        self.assertRegex(text, r"First: without_item: .*graph breaks 1 -> 0, waits of the host 1 -> 0")
+
+    def test_lengths_share_one_graph_where_all_is_pointwise(self) -> None:
+        rotated, model = self.rows(self.printed("varying_lengths.py")).values()
+        self.assertEqual(rotated, ["10", "10", "1"])
+        self.assertEqual(model, ["10", "6", "1"])  # each of four further lengths has run once as compiled
+
+    @form.slow
+    def test_decoding_steps_of_two_caches_are_one_graph(self) -> None:
+        self.assertEqual([*self.rows(self.printed("generate_static_cache.py")).values()], [["30", "30", "1"]])
+
+    @form.slow
+    def test_function_that_was_captured_by_hand_is_relaunched(self) -> None:
+        text = self.printed("graph_by_hand.py")
+        self.assertRegex(text, r"relaunched +\d+ µs a call")
+        self.assertEqual([*self.rows(text).values()], [["104", "104", "1"]])
+
+    @form.slow
+    def test_profile_names_the_launches_of_each_step(self) -> None:
+        text = self.printed("profile_step.py")
+        for name in ("step", "forward of compiled frame 0/0", "backward of compiled frame 0/0"):
+            self.assertIn(f"   3 x {name}\n", text)
+
+    @form.slow
+    def test_blocks_under_fsdp2_are_graphs(self) -> None:
+        text = self.printed("train_ranks.py")
+        self.assertIn("in_fsdp2\n100.0 %", text)
+        self.assertEqual(sum(int(calls) for calls, *_ in self.rows(text).values()), 2 * 3 * 5)
+
+    @form.slow
+    def test_trainer_is_two_launches_for_each_batch(self) -> None:
+        text = self.printed("trainer.py")
+        if importlib.util.find_spec("accelerate") is None:
+            self.assertEqual(text, "The Trainer needs accelerate, which isn't installed: pip install accelerate\n")
+            self.skipTest("accelerate is not installed")
+        self.assertEqual([*self.rows(text).values()], [["16", "16", "1"]] * 2)
+
+    @form.slow
+    def test_quantised_weights_are_in_one_graph(self) -> None:
+        text = self.printed("quantized.py")
+        if importlib.util.find_spec("torchao") is None:
+            self.assertEqual(text, "This example needs torchao, which isn't installed: pip install torchao\n")
+            self.skipTest("torchao is not installed")
+        self.assertEqual([*self.rows(text).values()], [["6", "6", "1"]])
