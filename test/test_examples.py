@@ -64,7 +64,7 @@ class ExampleTest(unittest.TestCase):
     def run_as_script(self) -> str:
         code = f"import runpy, sys; sys.path.insert(0, {str(form.ROOT / 'examples')!r})\n"
         code += f"runpy.run_path({self.example.__file__!r}, run_name='__main__')"
-        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         return result.stdout
 
@@ -218,7 +218,7 @@ class TestOffloadedTransformer(unittest.TestCase):
     @form.slow
     def test_script_says_what_waits_on_the_host_and_when_it_is_copied(self) -> None:
         code = f"import runpy; runpy.run_path({offloaded_transformer.__file__!r}, run_name='__main__')"
-        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         self.assertRegex(result.stdout, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
         self.assertRegex(result.stdout, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")

@@ -810,7 +810,7 @@ class TestCommandLine(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.py").write_text(PROGRAM)
             arguments = tuple(a.replace("model.py", f"{folder}/model.py") for a in arguments)
-            return form.run_python(
+            return form.fork_python(
                 f"import sys; from torch_overlay.__main__ import main; sys.exit(main(['check', *{arguments!r}]))"
             )
 

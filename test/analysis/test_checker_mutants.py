@@ -8,9 +8,6 @@ programs and as many small ones as one wants.
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import brute_force
 import corpus
@@ -44,9 +41,9 @@ class TestSmallPrograms(TestCase):
 class TestTool(TestCase):
     def test_it_finds_its_modules(self) -> None:
         """Outside of pytest, which has the paths of setup.cfg."""
-        command = [sys.executable, str(form.ROOT / "tools" / "run_mutants.py"), "--help"]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        tool = form.ROOT / "tools" / "run_mutants.py"
+        code = f"import runpy, sys; sys.path[:] = [{str(tool.parent)!r}, *(p for p in sys.path if 'lib/' in p)]\n"
+        done = form.fork_python(f"{code}runpy.run_path({str(tool)!r}, run_name='__main__')", "--help")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("--small", done.stdout)
 

@@ -7,7 +7,6 @@ import dataclasses
 import html.parser
 import io
 import json
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -316,8 +315,7 @@ class TestWhatIsSeen(CommandTests):
 
     def test_all_that_the_program_prints_is_apart_from_json(self) -> None:
         script = self.script(PRINTS)
-        command = [sys.executable, "-m", "torch_overlay", "doctor", "--simulate", "--no-tries", "--json", script]
-        done = subprocess.run(command, cwd=form.ROOT, capture_output=True, text=True, errors="replace")
+        done = form.fork_command("doctor", "--simulate", "--no-tries", "--json", script)
         self.assertEqual(json.loads(done.stdout)["target"], script)
         for printed in ("loaded", "no newline", "the end"):
             self.assertIn(printed, done.stderr)

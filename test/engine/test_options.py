@@ -191,7 +191,7 @@ class TestEnvironment(unittest.TestCase):
     """Variables are read at the import, in a process of its own; several are set at once, since it takes seconds."""
 
     def run_code(self, code: str, **env: str):
-        return form.run_python(code, env=env)
+        return form.fork_python(code, env=env)
 
     def test_usual_spellings(self) -> None:
         for text, value in (

@@ -48,7 +48,7 @@ def found_on_stock() -> dict[str, list[str]]:
     """What the checks find without the overlay, in a process of its own."""
     path = str(Path(upstream_bugs.__file__))
     code = f"import runpy; runpy.run_path({path!r}, run_name='__main__')"
-    result = form.run_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
+    result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
     if result.returncode:
         raise RuntimeError(result.stderr[-3000:])
     return json.loads(result.stdout.splitlines()[-1])

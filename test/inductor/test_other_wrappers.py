@@ -12,7 +12,7 @@ import form
 
 def everything(**env: str) -> dict[str, str]:
     """All texts and errors, from a process of its own."""
-    made = form.run_python(f"import runpy; runpy.run_path({other_wrappers.__file__!r}, run_name='__main__')", env=env)
+    made = form.fork_python(f"import runpy; runpy.run_path({other_wrappers.__file__!r}, run_name='__main__')", env=env)
     assert made.returncode == 0, made.stderr
     return json.loads(made.stdout.splitlines()[-1])
 

@@ -474,7 +474,7 @@ for dtype, value, expected in ((torch.int8, 0x17F, 0x7F), (torch.int16, 0x1234, 
         assert torch.equal(target[:count], source[:count]) and not target[count:].any(), (dtype, count)
 print("interpreted")
 """
-        result = form.run_python(code, env={"TRITON_INTERPRET": "1"})
+        result = form.fork_python(code, env={"TRITON_INTERPRET": "1"})
         self.assertEqual(result.stdout, "interpreted\n", result.stderr)
 
 

@@ -10,10 +10,7 @@ import copy
 import gc
 import importlib
 import io
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import unittest
 from types import SimpleNamespace
@@ -533,9 +530,9 @@ class TestAlone(TestCase):
 
     @parametrize("which", form.sampled([SOME, "not TestAlone"], 2))
     def test_without_a_seam(self, which):
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", __file__, "-k", which]
-        environment = {**os.environ, "TORCH_OVERLAY_DISABLE": "1"}
-        done = subprocess.run(command, env=environment, cwd=form.ROOT, capture_output=True, text=True)
+        arguments = [f"--rootdir={form.ROOT}", "-q", "--tb=short", "-p", "no:cacheprovider", __file__, "-k", which]
+        code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+        done = form.fork_python(code, *arguments, env={"TORCH_OVERLAY_DISABLE": "1"})
         self.assertEqual(done.returncode, 0, done.stdout[-4000:])
         self.assertRegex(done.stdout, r"\d\d passed")
         self.assertIn("skipped: needs a seam", done.stdout, "there were seams")
