@@ -116,10 +116,13 @@ def fork_python(code: str, *arguments: str, env: dict[str, str] | None = None) -
         )
 
 
-def fork_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m torch_overlay arguments`, through `fork_python`."""
-    code = "import runpy; runpy.run_module('torch_overlay', run_name='__main__', alter_sys=True)"
-    return fork_python(code, *arguments, env=env)
+def fork_command(
+    *arguments: str, env: dict[str, str] | None = None, first: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`python -m torch_overlay arguments`, through `fork_python`; after this code."""
+    started = "sys.argv[0] = '-m'; sys.orig_argv[:] = ['python', '-m', 'torch_overlay', *sys.argv[1:]]"
+    command = "runpy.run_module('torch_overlay', run_name='__main__', alter_sys=True)"
+    return fork_python(f"import runpy, sys\n{first}\n{started}\n{command}", *arguments, env=env)
 
 
 if PATCHED:

@@ -892,9 +892,7 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn(remedy, result.stderr)
 
     def test_status_on_a_torch_that_is_refused(self) -> None:
-        code = "import torch; torch.__version__ = '9.9.9'\n"
-        code += "import runpy; runpy.run_module('torch_overlay', run_name='__main__', alter_sys=True)"
-        result = form.fork_python(code, "status")
+        result = form.fork_command("status", first="import torch; torch.__version__ = '9.9.9'")
         self.assertEqual((result.returncode, result.stderr), (1, ""))
         for word in ("not enabled", "wrong_version", "9.9.9"):
             self.assertIn(word, result.stdout)
@@ -917,7 +915,6 @@ class TestCommandLine(unittest.TestCase):
         """No traceback, of ours or of Python's end."""
         no_room = "torch_overlay: the output could not be written: [Errno 28] No space left on device\n"
         for command, shell, status, errors in (
-            ("--help", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),
             ("status", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),  # through rich, where it is installed
             ("status", "{} > /dev/full", 2, no_room),
             ("status", "{} >&-", 0, ""),

@@ -103,21 +103,6 @@ class TestApplyPatches(unittest.TestCase):
         self.assertEqual(self.pristine, snapshot(self.root))
         self.assertFalse((self.root / "torch" / "_overlay").exists())
 
-    def test_git_applies_the_series_to_the_same_result(self) -> None:
-        self.succeeds(self.root)
-        ours = snapshot(self.root)
-        self.succeeds("--reverse", self.root)
-        import export_patches  # needs the overlay's table of seams
-
-        full = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.assertEqual(export_patches.main(["--full", "--out", str(full)]), 0)
-        for name in (full / "series").read_text().split():
-            command = ["git", "apply", "--unsafe-paths", "--whitespace=nowarn", "--directory", str(self.root)]
-            subprocess.run([*command, str(full / name)], check=True, cwd=self.root, capture_output=True)
-        theirs = snapshot(self.root)
-        self.assertEqual({name: text for name, (text, _) in ours.items()}, {n: text for n, (text, _) in theirs.items()})
-
     def test_check_changes_nothing(self) -> None:
         self.assertIn("would be applied", self.succeeds("--check", self.root))
         self.assertEqual(self.pristine, snapshot(self.root))
