@@ -23,15 +23,13 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TYPE_CHECKING, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import forked
 
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
 
 Case = TypeVar("Case")
 

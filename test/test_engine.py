@@ -940,10 +940,7 @@ class TestCommandLine(unittest.TestCase):
             path = os.pathsep.join([folder, str(form.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             for arguments in (["-m", "package", "torch_overlay"], ["-mpackage", "-mtorch_overlay"]):
                 result = subprocess.run(
-                    [sys.executable, *arguments],
-                    env={**os.environ, "PYTHONPATH": path},
-                    capture_output=True,
-                    text=True,
+                    [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
                 )
                 self.assertEqual((result.returncode, result.stdout), (0, "True\n"), result.stderr)
 

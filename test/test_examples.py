@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import unittest
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import torch
 
 import form
-from torch_overlay._inductor.streams.memory_report import account
-from torch_overlay.testing import compile_only, Compiled, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from torch_overlay._inductor.streams.plan import Plan
-
 import moe_experts
 import offloaded_transformer
 import prefetch_loop
@@ -24,6 +15,9 @@ import train_moe_experts
 import train_prefetch_loop
 import train_two_batches
 import transformer_side_branch
+from torch_overlay._inductor.streams.memory_report import account
+from torch_overlay._inductor.streams.plan import Plan
+from torch_overlay.testing import compile_only, Compiled, simulated_gpu
 
 
 class ExampleTest(unittest.TestCase):

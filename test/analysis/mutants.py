@@ -28,7 +28,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import brute_force
 import small_programs
@@ -36,6 +37,7 @@ import small_programs
 import form  # noqa: F401
 from torch_overlay.analysis.race_check.checking import CALLER
 from torch_overlay.analysis.race_check.happens_before import analyse
+from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.trace import (
     Alloc,
     Boundary,
@@ -48,12 +50,6 @@ from torch_overlay.analysis.race_check.trace import (
     Synchronize,
     Wait,
 )
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch_overlay.analysis.race_check.race_report import Report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 from plan_closure import happens_before, missing
 
 import form  # noqa: F401
+from torch_overlay._functorch.streams.tokens import Token
 from torch_overlay._inductor.streams import planned_region, planner
 from torch_overlay._inductor.streams.plan import Buffer, HOST, Plan
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch_overlay._functorch.streams.tokens import Token
 
 
 @dataclasses.dataclass(frozen=True)

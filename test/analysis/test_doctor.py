@@ -13,8 +13,9 @@ import textwrap
 import time
 import unittest
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,10 +32,6 @@ from torch_overlay.analysis.doctor.fresh_start import Saved
 from torch_overlay.analysis.doctor.remedies import as_text, switches
 from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
 from torch_overlay.testing import simulated_gpu
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 MODEL = """

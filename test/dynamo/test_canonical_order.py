@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo.config
@@ -12,9 +13,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form  # noqa: F401
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DRAW: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.25),
@@ -73,9 +71,3 @@ class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
 
 
 instantiate_parametrized_tests(TestCanonicalOrder)
-
-
-if __name__ == "__main__":
-    from torch._dynamo.test_case import run_tests
-
-    run_tests()

@@ -17,7 +17,8 @@ import random
 import re
 import tempfile
 import threading
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -56,9 +57,6 @@ from torch_overlay._options import offload_settings
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 FAST = Link(out=1e6, back=1e6, latency_us=0.0)  # bytes per us: a copy of 1 MB takes 1 us
 MB = 10**6
@@ -1034,10 +1032,7 @@ class TestDecision(TestCase):
 
         with simulated_gpu(), torch.device("cuda"):
             x, w = torch.randn(512, 512), torch.randn(512, 2048, requires_grad=True)
-        with (
-            mock.patch.object(Schedule, "place", keep),
-            offloading({"budget_gb": 0.01, "min_bytes": 0}),
-        ):
+        with mock.patch.object(Schedule, "place", keep), offloading({"budget_gb": 0.01, "min_bytes": 0}):
             (report,) = compile_only(fn, x, w, backward=True).offloads
         self.assertNotIn("mm", [row.name for row in report.rows])  # the product of 4 MiB, of which four views are saved
         large = [size for size, _ in saved[-1] if size > 1 << 20]

@@ -12,8 +12,9 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -24,10 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay.testing import Compiled, observe, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def mend() -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,10 +24,6 @@ from torch._inductor.graph import GraphLowering
 
 import form  # noqa: F401
 from torch_overlay.testing import _mocks, _stub_module
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextlib.contextmanager

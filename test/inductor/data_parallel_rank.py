@@ -15,8 +15,9 @@ import dataclasses
 import io
 import json
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -29,9 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import form
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 RANKS, STEPS = 2, 6
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch._inductor.config as inductor_config
@@ -20,14 +21,8 @@ from torch._inductor import cudagraph_utils, scheduler
 from torch._inductor.output_code import CompiledFxGraph
 
 import form  # noqa: F401
-from stand_ins.relaunch_device import fake_device
+from stand_ins.relaunch_device import fake_device, FakeDevice
 from torch_overlay._inductor.relaunch import runner
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stand_ins.relaunch_device import FakeDevice
 
 
 def options() -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,10 +17,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import form  # noqa: F401
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Branch(torch.nn.Module):

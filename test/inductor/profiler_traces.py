@@ -6,11 +6,10 @@ import json
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
+import torch
 
-if TYPE_CHECKING:
-    import torch
 
 Event = dict[str, Any]
 OURS = re.compile(r"(forward|backward|inference) of compiled frame|side stream")

@@ -203,7 +203,3 @@ class TestOnAGpu(GpuTestCase):
         names = {e["args"].get("name") for e in events if e.get("cat") == "kernel"}
         self.assertLessEqual({f"{LINE}, layers.0", LINE}, names)
         self.assertNotIn(None, names)
-
-
-if __name__ == "__main__":
-    form.run_tests()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import unittest.mock
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form
 from operator_programs import Case, cases, checked, DEFAULT, FOLDED, gpu, GRAPHS
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ONCE_WRONG = [
     Case("view_as_complex", "forward", "float32", DEFAULT),  # a view of an input that is misaligned

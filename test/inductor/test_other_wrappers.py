@@ -25,9 +25,3 @@ class TestOtherWrappers(TestCase):
         self.assertIn("Multi-stream cpp_wrapper codegen is only supported for AOTI", ours["options"])
         if not form.PATCHED:
             self.assertEqual(ours, everything(TORCH_OVERLAY_DISABLE="1"))
-
-
-if __name__ == "__main__":
-    from torch._inductor.test_case import run_tests
-
-    run_tests()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from host_graphs import counted, host_graphs
@@ -18,9 +18,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BLOCKS, STEPS = 6, 6
 

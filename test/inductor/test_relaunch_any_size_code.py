@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 from drawn_sizes import drawn
-from torch._dynamo.test_case import run_tests
 from torch._inductor.runtime import triton_heuristics
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -273,7 +272,3 @@ class TestGeneratedCode(Native, RelaunchTestCase):
 
 
 instantiate_parametrized_tests(TestGeneratedCode)
-
-
-if __name__ == "__main__":
-    run_tests()

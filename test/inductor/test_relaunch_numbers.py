@@ -8,7 +8,6 @@ import struct
 
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._dynamo.test_case import run_tests
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
@@ -490,7 +489,3 @@ class TestNumbersInC(Native, TestNumbers):
 
 class TestNumbersInTheKeyInC(Native, TestNumbersInTheKey):
     pass
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -539,7 +539,3 @@ class TestAlone(TestCase):
 
 
 instantiate_parametrized_tests(TestAlone)
-
-
-if __name__ == "__main__":
-    unittest.main()

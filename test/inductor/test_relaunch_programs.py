@@ -264,10 +264,7 @@ class TestChecker(TestCase):
     def test_options_reach_every_thread_by_the_environment(self) -> None:
         self.assertEqual(
             Settings("cuda", verify=True).environment(),
-            {
-                "TORCH_OVERLAY_CUDAGRAPHS": "relaunch",
-                "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1",
-            },
+            {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1"},
         )
 
     @form.slow

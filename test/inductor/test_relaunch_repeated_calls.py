@@ -10,7 +10,7 @@ import weakref
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
@@ -563,7 +563,3 @@ class TestDrawn(RepeatedCallsTestCase):
 
 
 instantiate_parametrized_tests(TestDrawn)
-
-
-if __name__ == "__main__":
-    run_tests()

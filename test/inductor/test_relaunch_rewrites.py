@@ -12,7 +12,6 @@ from torch._dynamo.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-import form
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor.relaunch.coverage import coverage
@@ -400,7 +399,3 @@ class TestResidents(TestCase):
         for _ in range(20):
             self.residents.on_device(1, 0, torch.zeros(4))
         self.assertEqual(self.residents.copies, steady)
-
-
-if __name__ == "__main__":
-    form.run_tests()

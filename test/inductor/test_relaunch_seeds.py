@@ -182,9 +182,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             return torch.full((), 3) if self.is_capturing() else host(3)
 
         run = self.runner(
-            region("x", "buf0 = new(4)", "seed = forward(x, buf0)", "return (buf0, seed)"),
-            verify=True,
-            forward=forward,
+            region("x", "buf0 = new(4)", "seed = forward(x, buf0)", "return (buf0, seed)"), verify=True, forward=forward
         )
         for _ in range(4):
             x = torch.randn(4)

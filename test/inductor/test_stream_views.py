@@ -25,10 +25,7 @@ OF_INPUTS = {
     "view_as_complex": (lambda z: torch.view_as_complex(z) * 2, (8, 16, 2), torch.float32),
     "other_type": (lambda z: z.view(torch.int16) * 2, (8, 16), torch.float32),
 }
-SAVED = {
-    "conj": lambda z: (z * z.conj()).real,
-    "unbind": lambda z: (z.unbind(0)[0] * z.unbind(0)[1].conj()).real,
-}
+SAVED = {"conj": lambda z: (z * z.conj()).real, "unbind": lambda z: (z.unbind(0)[0] * z.unbind(0)[1].conj()).real}
 
 
 def forked(side: torch.cuda.Stream, compute: Any, then: Any = lambda value: value) -> Any:
@@ -104,9 +101,3 @@ class TestViews(TestCase):
 
 
 instantiate_parametrized_tests(TestViews)
-
-
-if __name__ == "__main__":
-    from torch._inductor.test_case import run_tests
-
-    run_tests()

@@ -849,8 +849,7 @@ class TestPasses(TestCase):
     def test_matmul_patterns(self) -> None:
         """A sum with a product becomes one kernel."""
         seen = self.compile(
-            self.forked(lambda x, w, b: b + x @ w),
-            *[torch.randn(64, 64, device="cuda") for _ in range(3)],
+            self.forked(lambda x, w, b: b + x @ w), *[torch.randn(64, 64, device="cuda") for _ in range(3)]
         )
         self.assertIn("addmm", "".join(seen.wrappers))
         self.assert_all_placed(seen)

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 DEFAULT, GRAPHS, FOLDED = "default", "reduce-overhead", "folded"  # folded: with graphs, and small branches folded
 MODES = (DEFAULT, GRAPHS, FOLDED)

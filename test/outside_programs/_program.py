@@ -7,15 +7,13 @@ import dataclasses
 import inspect
 import linecache
 import re
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
 import torch.utils._pytree as pytree
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 SIZE = 128
 CALLS = 20

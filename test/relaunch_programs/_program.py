@@ -28,14 +28,11 @@ import contextlib
 import dataclasses
 import inspect
 import random
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 CALLS = 8  # run as compiled, capture, and six relaunches

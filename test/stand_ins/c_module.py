@@ -56,8 +56,5 @@ def build_module(source: str, folder: str, **parts: str) -> tuple[Any, ctypes.CD
     for name, text in parts.items():
         sources.joinpath(f"{name}.c").write_text(text)
     flags = (*csrc.FLAGS, *_objects()[1])
-    with (
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
-        mock.patch.multiple(csrc, FOLDER=sources, FLAGS=flags),
-    ):
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder), mock.patch.multiple(csrc, FOLDER=sources, FLAGS=flags):
         return csrc.build(library), ctypes.CDLL(library)

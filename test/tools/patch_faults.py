@@ -23,8 +23,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +34,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 import apply_patches  # noqa: E402
 import series  # noqa: E402
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Tree = dict[str, Any]
 EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.chmod", "os.utime", "os.truncate"}

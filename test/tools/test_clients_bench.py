@@ -182,7 +182,3 @@ class TestProcesses(unittest.TestCase):
         args = argparse.Namespace(limit=60.0, timeout=0.01, out=None, jobs=1, device="cpu", steps=1, autotune=False)
         with contextlib.redirect_stderr(io.StringIO()):
             self.assertEqual(clients.Runs(args).once("server", "off"), {"error": "no answer in time"})
-
-
-if __name__ == "__main__":
-    unittest.main()

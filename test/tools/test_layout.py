@@ -5,14 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import unittest
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import form
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -12,8 +12,6 @@ import model_rows
 import models
 import shapes
 
-import form
-
 
 def side(us: float, seen: str = "a", noise: float = 0.1, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a process said when it was warm, and in its two turns."""
@@ -104,7 +102,3 @@ class TestRows(unittest.TestCase):
                 for name in changes.keys() - {"use_cache"}:  # encoders don't have it
                     self.assertEqual(getattr(made, name), changes[name])
                 self.assertTrue(hasattr(transformers, model))
-
-
-if __name__ == "__main__":
-    form.run_tests()

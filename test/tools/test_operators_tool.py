@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
 from typing import Any
 
 from torch.testing._internal.common_utils import TestCase
@@ -53,7 +52,3 @@ class TestVerdicts(TestCase):
     def test_what_time_was_too_short_for_is_counted_by_variant(self) -> None:
         late = [worker_pool.Result(case, "skipped", "out of time") for case in self.CASES]
         self.assertIn("out of time: 2 forward", tool.summary(late))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -26,8 +26,6 @@ import titan_results
 import torch
 from titan_config import Row
 
-import form
-
 
 ROW = Row("70B", 4, 4096)
 DEPTHS = {"70B": 80}
@@ -317,7 +315,3 @@ class TestStandIns(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, f"torchtitan calls {name}, which this benchmark leaves out"):
                 module.load("data")
         self.assertNotIn(name, sys.modules)
-
-
-if __name__ == "__main__":
-    form.run_tests()

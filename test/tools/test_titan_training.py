@@ -178,7 +178,3 @@ class TestTorchtitan(unittest.TestCase):
         # Blocks that share their compiled code may share a graph, too.
         self.assertEqual([none["captures"], relaunch["captures"] >= 2, whole["captures"]], [0, True, 1])
         self.assertGreater(whole["nodes"], relaunch["nodes"])
-
-
-if __name__ == "__main__":
-    form.run_tests()

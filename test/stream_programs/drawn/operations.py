@@ -10,12 +10,9 @@ of the operands, `gives` that of the result. The shape of a list is the tuple of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 
 SIZE = 32
