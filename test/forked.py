@@ -4,18 +4,13 @@ The imports cost a fresh interpreter five seconds of the processor. The child is
 its `sys.path`, its `__main__` and its output are its own. Call it through `form.fork_python`.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PRELOADED = ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch._inductor.codecache")
 

@@ -11,8 +11,6 @@ In the patched form every `torch_overlay` module is an alias of the `torch._over
 Tests of what only the overlay form has (its engine, its command line) carry `@form.overlay_only`.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """The C sources: no compiler warns of one, and a change of any is built."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

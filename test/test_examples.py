@@ -1,7 +1,5 @@
 """The programs in examples/: each compiles as one region, is planned as its text promises, and says so as a script."""
 
-from __future__ import annotations
-
 import unittest
 from types import ModuleType
 

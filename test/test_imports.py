@@ -1,7 +1,5 @@
 """Modules of the package import each other in one direction only, at their top and inside of functions."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Set as AbstractSet
 from pathlib import Path

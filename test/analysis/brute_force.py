@@ -12,8 +12,6 @@ one begins, leaves the same values in the memory that is still allocated, and us
 its next owner has begun to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The programs of `stream_programs`, checked as a test checks them: on simulated GPUs, with the promises of eager."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -23,8 +23,6 @@ record between them are not ordered, and if the program is right they have nothi
 the host launches first doesn't matter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter, defaultdict

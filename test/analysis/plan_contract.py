@@ -6,8 +6,6 @@ so. So each plan is held against its own request, by the closure of `test_stream
 knows no clocks: with all of its waits nothing may be missing, and without any one of them something must be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`check` on compiled functions: what it finds, what it says, and the command line."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import io
@@ -515,10 +513,7 @@ lost: after call 1, s1 may read output 0
         side = torch.cuda.Stream()
         first, second = torch.compile(forked(side)), torch.compile(forked(side))
 
-        def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            return second(first(x, w), w) + first(w, x)
-
-        check(step, *inputs(), compile=False, calls=3).raise_if_any()
+        check(lambda x, w: second(first(x, w), w) + first(w, x), *inputs(), compile=False, calls=3).raise_if_any()
 
     @simulated_gpu()
     def test_modules_and_graph_breaks(self) -> None:
@@ -678,10 +673,7 @@ lost: after call 1, s1 may read output 0
     def test_host_does_not_wait_for_nothing(self) -> None:
         """Eager makes an empty tensor on the device without a copy, and so without a promise to the host."""
 
-        def fn(x):
-            return torch.cat([torch.tensor([], device="cuda"), x * 2])
-
-        report = check(fn, torch.ones(64, device="cuda"))
+        report = check(lambda x: torch.cat([torch.tensor([], device="cuda"), x * 2]), torch.ones(64, device="cuda"))
         self.assertTrue(report.ok, str(report))
 
     def test_tensors_from_outside_of_the_simulation(self) -> None:

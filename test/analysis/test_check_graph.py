@@ -1,7 +1,5 @@
 """`check_graph` on graphs made by hand: nodes, edges and addresses, no GPU."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

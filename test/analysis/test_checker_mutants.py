@@ -5,8 +5,6 @@ programs by what is known of plans (Note [Right and wrong by construction]). `to
 programs and as many small ones as one wants.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import brute_force

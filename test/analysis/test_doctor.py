@@ -1,7 +1,5 @@
 """The doctor: causes with their lines, remedies that are tried, what comes first, and bad input."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import html.parser
@@ -302,11 +300,8 @@ class TestWhatIsSeen(CommandTests):
         self.assertIn("<p>No GPU: compiled for a simulated one", page.read_text())
 
     def test_function_of_the_package_knows_that_it_is_simulated(self) -> None:
-        def f(x: torch.Tensor) -> torch.Tensor:
-            return x.sin() * x.sum().item()
-
         with simulated_gpu():
-            found = torch_overlay.doctor(f, torch.randn(8, device="cuda"))
+            found = torch_overlay.doctor(lambda x: x.sin() * x.sum().item(), torch.randn(8, device="cuda"))
         self.assertEqual((found.simulated, found.ms, found.work.waits), (True, None, 1.0))
         self.assertEqual([trial.results for trial in found.trials], ["not compared (simulated)"])
 
@@ -476,12 +471,9 @@ class TestCommand(CommandTests):
 
 class TestTries(unittest.TestCase):
     def test_switch_that_helps_comes_first(self) -> None:
-        def f(x: torch.Tensor) -> torch.Tensor:
-            return x.sin().nonzero().sum() + x.cos().sum()
-
         whole = torch._inductor.config.patch(graph_partition=False)
         with simulated_gpu(), whole, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            found = diagnose(f, torch.randn(8, device="cuda"))
+            found = diagnose(lambda x: x.sin().nonzero().sum() + x.cos().sum(), torch.randn(8, device="cuda"))
         self.assertEqual((found.share, [each.code for each in found.findings]), (0.0, ["inductor"]))
         (trial,) = found.trials
         self.assertEqual(trial.change, "torch._inductor.config.graph_partition = True")

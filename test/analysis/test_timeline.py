@@ -1,7 +1,5 @@
 """Timelines: the clock of a trace, the picture, the trace for Perfetto, profiles, the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

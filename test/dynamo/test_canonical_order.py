@@ -1,7 +1,5 @@
 """What Dynamo's option `canonicalize_output_graph_node_order` must leave in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Import hooks as other libraries have them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Options say what they take where they are set: by an assignment, by `config.patch`, in the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -2,8 +2,6 @@
 and what is measured: the library kernels of a graph, on tensors like theirs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

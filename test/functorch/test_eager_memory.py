@@ -1,7 +1,5 @@
 """Whose memory a node's value is in eager, and which memory that eager never allocates is settled at the exit."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

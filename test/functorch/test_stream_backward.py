@@ -5,8 +5,6 @@ simulated device (`check_step`). The other classes show one rule or one hazard e
 upstream's. `TestGpu` compares each program with ordered eager under injected delays.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

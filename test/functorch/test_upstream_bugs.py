@@ -5,8 +5,6 @@ belong: S2 (memory reused across streams) in `test_user_streams.py`, S6 (cache k
 (objects kept alive) in `test_streams.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -6,8 +6,6 @@ loud ones: `mend` repairs two of those, so that the checks can say on stock what
 module prints what each check finds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -7,8 +7,6 @@ Both caches and the files of generated code are in `folder`. A module that comes
 was just generated is: by the `SimulatedDevice`, from its text, which is added to `texts`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import types

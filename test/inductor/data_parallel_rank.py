@@ -8,8 +8,6 @@
 and launched after each step. The request has `rank`, `rendezvous` (a file that both ranks name), `cases`, and `out`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

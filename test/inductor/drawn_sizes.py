@@ -7,8 +7,6 @@
 Shapes are known as texts of n and m: operands are chosen that fit at any size.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

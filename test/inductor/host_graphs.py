@@ -7,8 +7,6 @@ Everything on the way is real, from the program to the runner of a region: Induc
 for a device's, and calls each operator of PyTorch as it is, so that no C++ is compiled and results are eager's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compiles programs with streams for AOTInductor and for C++ and FX wrappers on a simulated GPU, and keeps the text."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Reads the ranges of `profiler_ranges`, and what they launched, from a Chrome trace of torch.profiler."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -5,8 +5,6 @@ the host. `TestGpu` times the calls: each returns while its copy still waits for
 the kernels of another stream.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Any

@@ -5,8 +5,6 @@ The processes are fresh: `cached_programs`, on the simulated GPU, which executes
 `relaunched_from_cache`, which computes on the host.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

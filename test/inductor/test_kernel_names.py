@@ -1,7 +1,5 @@
 """Kernels of a graph are named by the user's lines in torch's annotations, where the driver tells their ids."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import itertools

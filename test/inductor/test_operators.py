@@ -4,8 +4,6 @@
 whose kind was wrong once, and with `--slow` a fixed part of the others.
 """
 
-from __future__ import annotations
-
 import random
 import unittest.mock
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Here the causes that show when the code is compiled; `outside_programs/run.py` runs all programs on a GPU.
 """
 
-from __future__ import annotations
-
 import tempfile
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Profiles name calls of compiled code, launches of graphs and blocks on side streams, where the option asks for it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

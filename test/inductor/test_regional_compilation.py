@@ -3,8 +3,6 @@
 The graphs are those of `host_graphs`. Each step is compared with eager's, and compilations and captures are counted.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Most of it runs on a device made of host memory (`relaunch_device`), where a "re
 generated code does. The proof, the recipes of outputs and the patching are the real ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Tests of graphs for any size: after two sizes, a region of Triton kernels alone is never captured again."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -6,8 +6,6 @@ own grid expressions. So all that a launch computes from sizes that were never c
 generated code computes for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """Tests of launches that launch the kernels of a graph one by one, instead of setting most nodes of its executable."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import random

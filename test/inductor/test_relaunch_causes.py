@@ -1,7 +1,5 @@
 """Each reason for work outside of a graph has a cause with a title and a remedy, and stands in the documentation."""
 
-from __future__ import annotations
-
 import ast
 import unittest
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An operator in which a capture fails is found, kept in mind, and split off when its code is compiled again."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

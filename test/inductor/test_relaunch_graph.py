@@ -4,8 +4,6 @@ Without a GPU the driver is a fake that keeps graphs in dictionaries, with the r
 kernels for memset and memcpy nodes are compiled for a device, and run by Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re

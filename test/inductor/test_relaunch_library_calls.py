@@ -1,7 +1,5 @@
 """Tests of library calls that are captured again alone, where a further size launches functions never seen."""
 
-from __future__ import annotations
-
 import threading
 import types
 from unittest import mock

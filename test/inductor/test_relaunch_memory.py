@@ -1,8 +1,6 @@
 """What a relaunched region keeps in memory, and for how long: scratch is packed, what is saved lies in chunks, and a
 backward is launched in stages that free what they have used."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

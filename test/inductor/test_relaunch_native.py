@@ -3,8 +3,6 @@
 The driver is `relaunch_driver`'s.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Tests of regions whose numbers are parameters: one graph serves all values, and computes what the code computes."""
 
-from __future__ import annotations
-
 import math
 import operator
 import struct

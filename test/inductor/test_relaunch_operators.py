@@ -1,7 +1,5 @@
 """Tests of what a capture learns of the memory of operators."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -3,8 +3,6 @@
 All of this runs twice: beside the seams, and by `TestAlone` in a process that has none.
 """
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import gc

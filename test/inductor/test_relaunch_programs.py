@@ -5,8 +5,6 @@ to be right. `TestChecker` gives the checker graphs that are wrong on purpose, e
 `TestGpu` runs each program on a GPU; `tools/relaunch_check.py` does the same in parallel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of library calls that a capture leaves out, for they repeat earlier ones."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import random

@@ -3,8 +3,6 @@
 What a careless rewrite would get wrong is in `relaunch_programs/host.py`, which runs on a GPU.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -3,8 +3,6 @@
 The operator here is one of the host's that raises where the real one would read an address of the wrong memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from unittest import mock

@@ -1,7 +1,5 @@
 """Tests of sizes that share executables: what a new size changes is learned by one capture, and patched."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Streams of compiled code in a capture: each is replaced by one that only captures use."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Accesses to parts of one buffer: which are provably disjoint, and the plans that follow from it."""
 
-from __future__ import annotations
-
 import itertools
 
 import corpus

@@ -1,7 +1,5 @@
 """What passes make runs where the user put what it stands for."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ is shrunk and printed. `tools/fuzz` does the same for as many as one wants, on a
 found: each program was compiled wrong once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import unittest
 import unittest.mock

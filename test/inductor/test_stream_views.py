@@ -2,8 +2,6 @@
 numbers, which Inductor has no views of its own for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

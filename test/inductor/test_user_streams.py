@@ -8,8 +8,6 @@ goldens. `TestGpu` runs each program on a GPU under injected delays and compares
 written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

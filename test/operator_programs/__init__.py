@@ -9,8 +9,6 @@ waits, computes on the side stream, and lets the current stream wait. What the s
 read after the call (`on_side`), the rest only the current one.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

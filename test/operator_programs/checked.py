@@ -1,7 +1,5 @@
 """Compiles a case for the simulated GPU and asks the happens-before check for races and lost promises."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

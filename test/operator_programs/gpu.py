@@ -9,8 +9,6 @@ With `compiled=False` eager itself is held to the same, and with `streams=False`
 streams. On a CPU there are no streams.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence

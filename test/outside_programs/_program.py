@@ -1,7 +1,5 @@
 """What a program is, how it is run, and what is expected of it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Custom operators that do what a capture doesn't allow. All compute `sin`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

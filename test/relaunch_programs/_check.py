@@ -4,8 +4,6 @@ Without a GPU the sides are eager twice, which must agree bit by bit (the progra
 addresses, on time or on the other), and `traced`, which shows that Dynamo and AOTAutograd take the program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

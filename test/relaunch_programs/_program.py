@@ -21,8 +21,6 @@ Between two calls `steps` frees and fills memory: freed blocks are poisoned, fre
 graph that remembers an address reads NaN, or writes where the next check looks.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

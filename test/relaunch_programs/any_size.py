@@ -3,8 +3,6 @@
 Dynamo may compile a program more than once, each time with a capture: `captures` allows a few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

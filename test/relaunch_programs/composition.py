@@ -1,7 +1,5 @@
 """Composition: several compiled functions, graph breaks, threads and streams in one program."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
 from collections.abc import Callable

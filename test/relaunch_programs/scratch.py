@@ -1,7 +1,5 @@
 """Scratch memory of graphs, launch after launch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

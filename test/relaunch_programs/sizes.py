@@ -1,7 +1,5 @@
 """Sizes that share an executable: what a launch of another size left in the nodes must never be seen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

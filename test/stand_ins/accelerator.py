@@ -6,8 +6,6 @@
 where `backend` calls `take_operations(gm)`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

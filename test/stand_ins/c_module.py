@@ -1,7 +1,5 @@
 """Stand-ins for the CUDA driver, as shared libraries over which the C module is built."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -5,8 +5,6 @@ Dynamo, AOTAutograd and Inductor run in full, up to the generated module: in its
 generated from is run, an operator at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -8,8 +8,6 @@
 Inside, `V.graph` is the graph that was lowered.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Programs that break graphs on purpose need not say so."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ such help, in bursts of calls:
 Half of the bursts run with another current stream than the default one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

@@ -5,8 +5,6 @@ himself, the scatters of an update through views, write-backs and the nodes that
 otherwise the caller waits for more, and who waits for the side stream alone reads too early.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

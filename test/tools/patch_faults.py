@@ -11,8 +11,6 @@ must be whole, or `--check` must say that it is not, and the next run, in either
 was asked for and nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import errno

@@ -1,7 +1,5 @@
 """tools/apply_patches.py: applies to a pristine tree, refuses every other by name, and undoes itself byte for byte."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 None of the libraries is needed: rows import them in processes of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """The README is a page, links of all documents lead somewhere, and the chart is made of what was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ Counts are measured here, of real programs, and the changes are made to what is 
 program, to the overlay's own functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What CONTRIBUTING says of the test files."""
 
-from __future__ import annotations
-
 import ast
 import re
 import unittest

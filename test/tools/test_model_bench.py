@@ -1,7 +1,5 @@
 """The bench of whole models: its rows, and what its table says. How many processes the bench of shapes starts."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import unittest

@@ -1,7 +1,5 @@
 """What `tools/operators.py` makes of failures: those that PyTorch without the overlay has as well don't count."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.testing._internal.common_utils import TestCase

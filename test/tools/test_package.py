@@ -1,7 +1,5 @@
 """What is built for users: a wheel and an sdist have all that the package needs, and work where they are installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

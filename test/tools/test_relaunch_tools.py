@@ -1,7 +1,5 @@
 """The relaunch check and the relaunch benchmark, as far as they go without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

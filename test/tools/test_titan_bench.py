@@ -1,7 +1,5 @@
 """The benchmark of training at scale: what it makes of arguments and answers."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

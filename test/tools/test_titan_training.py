@@ -3,8 +3,6 @@
 In processes of their own: torchtitan changes functions of torch when it is imported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ that orders nothing; no pass may leave an operation without its placement. Eager
 first: a program that races there would be the generator's fault (`Invalid`).
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -5,8 +5,6 @@ read at once, and dropped memory is overwritten. Delays are shorter here and dra
 the program's own operations included, as far as no CUDA graph holds them.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

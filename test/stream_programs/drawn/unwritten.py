@@ -4,8 +4,6 @@
 that allocates a result a second time, or writes half of it, has no more than that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch_overlay.analysis.race_check.trace import Alloc, Free, Launch, Memory, Operation, View

@@ -7,8 +7,6 @@ there isn't (a second value of this shape, a value that may be written in place)
 launched at its end, or leaves some streams for the caller to join.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

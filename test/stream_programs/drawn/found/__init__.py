@@ -1,7 +1,5 @@
 """Programs that random ones have shrunk to, each named after what went wrong when it was compiled."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap
