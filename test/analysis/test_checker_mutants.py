@@ -23,6 +23,7 @@ from torch_overlay.analysis.race_check.trace import HOST, Trace
 SOME = [(p.name, mode or "default") for p in PROGRAMS[::4] for mode in p.modes[:1]]
 
 
+@instantiate_parametrized_tests
 class TestSmallPrograms(TestCase):
     @parametrize("block", range(5))
     def test_checker_agrees_with_all_orders(self, block: int) -> None:
@@ -46,6 +47,7 @@ class TestTool(TestCase):
         self.assertIn("--small", done.stdout)
 
 
+@instantiate_parametrized_tests
 class TestCompiledPrograms(TestCase):
     @parametrize("name,mode", form.sampled(SOME, 13))
     def test_mutants(self, name: str, mode: str) -> None:
@@ -151,7 +153,3 @@ class TestOracle(TestCase):
         self.t.free(self.x)
         self.t.launch("use", "s0", reads=[self.x])
         self.assertFalse(self.is_right())
-
-
-instantiate_parametrized_tests(TestSmallPrograms)
-instantiate_parametrized_tests(TestCompiledPrograms)

@@ -31,6 +31,7 @@ DRAW_NOTHING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@instantiate_parametrized_tests
 class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
     """Of two calls of a function, the option puts the one first whose argument comes first."""
 
@@ -66,6 +67,3 @@ class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
     def test_what_draws_nothing_is_sorted(self, name: str) -> None:
         read = self.order(DRAW_NOTHING[name])
         self.assertLess(read.index("add"), read.index("mul"))
-
-
-instantiate_parametrized_tests(TestCanonicalOrder)

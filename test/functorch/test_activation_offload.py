@@ -438,6 +438,7 @@ class _Keep(torch.autograd.Function):
         return grad * 2
 
 
+@instantiate_parametrized_tests
 class TestSlabs(TestCase):
     def test_slab_returns_when_the_backward_has_consumed_it(self) -> None:
         x = torch.ones(3, requires_grad=True)
@@ -1164,6 +1165,7 @@ class TestWrapper(TestCase):
         self.assertNotIn("distinct", self.seen.calls())
 
 
+@instantiate_parametrized_tests
 class TestRaces(TestCase):
     def compile(self, fn: Any, make: Callable[[], Any], option: Any, by: Callable[..., Any]) -> Any:
         with simulated_gpu():
@@ -1302,6 +1304,7 @@ def release() -> None:
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     def tearDown(self) -> None:
         torch._dynamo.reset()
@@ -1461,8 +1464,3 @@ class TestGpu(TestCase):
                 torch.cuda.synchronize()
                 expected = expected or grads
                 self.assertEqual(grads, expected, rtol=0, atol=0)
-
-
-instantiate_parametrized_tests(TestSlabs)
-instantiate_parametrized_tests(TestRaces)
-instantiate_parametrized_tests(TestGpu)

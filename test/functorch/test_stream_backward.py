@@ -99,6 +99,7 @@ def mode_of(text: str) -> str | None:
     return None if text == "default" else text
 
 
+@instantiate_parametrized_tests
 class TestPrograms(TestCase):
     def check(self, name: str, mode: str | None = None, **kwargs: bool) -> None:
         seen, returned = run_step(name, mode, kwargs.get("sleeps", False), kwargs.get("fold", False))
@@ -432,6 +433,7 @@ LAUNCHES_NOTHING = {  # what is computed on a side stream, whose part of the bac
 }
 
 
+@instantiate_parametrized_tests
 class TestEngineOrder(TestCase):
     def check(self, compute: Any, then: Any, streams: int, *shape: int) -> None:
         sides = [torch.cuda.Stream() for _ in range(streams)]
@@ -506,6 +508,7 @@ NOT_COMPARED = (*SYMBOLIC, *TRACED, *NO_STREAMS, *OTHER_DEVICE, *LENT, *NO_BACKW
 COMPARED = [n for n in (*WRITTEN, *DRAWN) if n not in NOT_COMPARED]
 
 
+@instantiate_parametrized_tests
 class TestPartition(TestCase):
     """Streams don't change what is saved and what is computed again."""
 
@@ -707,6 +710,7 @@ class TestTable(TestCase):
         self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", "backward", f"{ids[0]} waits for {ids[1]}"])
 
 
+@instantiate_parametrized_tests
 class TestCompiledAutograd(TestCase):
     """Backwards that compiled autograd traces: Note [Placement under compiled autograd]."""
 
@@ -878,6 +882,7 @@ class TestCompiledAutograd(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 
@@ -894,10 +899,3 @@ class TestGpu(TestCase):
     @parametrize("name,mode", PAIRS)
     def test_delays_inside(self, name: str, mode: str) -> None:
         self.check(name, mode, sleeps=True)
-
-
-instantiate_parametrized_tests(TestPrograms)
-instantiate_parametrized_tests(TestEngineOrder)
-instantiate_parametrized_tests(TestPartition)
-instantiate_parametrized_tests(TestCompiledAutograd)
-instantiate_parametrized_tests(TestGpu)

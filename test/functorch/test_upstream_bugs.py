@@ -52,6 +52,7 @@ def found_on_stock() -> dict[str, list[str]]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@instantiate_parametrized_tests
 class TestUpstreamBugs(TestCase):
     @parametrize("name", form.sampled(NAMES, 9))
     def test_with_the_overlay(self, name: str) -> None:
@@ -84,6 +85,3 @@ class TestUpstreamBugs(TestCase):
         found = found_on_stock()["numbers_drawn_again"]
         kinds = ["dropout", "bernoulli", "permutation", "rrelu", "attention", "branch"]
         self.assertEqual(list(dict.fromkeys(text.split(":")[0] for text in found)), kinds)
-
-
-instantiate_parametrized_tests(TestUpstreamBugs)

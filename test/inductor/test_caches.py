@@ -83,6 +83,7 @@ class CachesTestCase(TestCase):
         self.assertFalse([answer for answer in found if answer.endswith("hit")])
 
 
+@instantiate_parametrized_tests
 class TestNextProcess(CachesTestCase):
     def check_computes_the_same(self, **where: str) -> dict[str, Any]:
         cold = self.ask("relaunched_from_cache", "cold", save="artifacts", **where)
@@ -167,6 +168,7 @@ class TestNextProcess(CachesTestCase):
 
 
 @form.slow
+@instantiate_parametrized_tests
 class TestStreamPrograms(TestCase):
     @parametrize("name,mode", corpus.cases()[::12])
     def test_runs_from_a_cache_as_it_was_compiled(self, name: str, mode: str) -> None:
@@ -256,7 +258,3 @@ class TestOtherRank(CachesTestCase):
                 )
                 self.assertEqual([line.replace(" of cuda:1", "") for line in found["ran"]], first[name]["ran"])
                 self.assertEqual({line.count(" of cuda:1") > 0 for line in found["ran"] if "stream" in line}, {True})
-
-
-instantiate_parametrized_tests(TestNextProcess)
-instantiate_parametrized_tests(TestStreamPrograms)

@@ -29,6 +29,7 @@ CHUNKS = 40  # tests
 PART = 6  # of the cases, which are in random order
 
 
+@instantiate_parametrized_tests
 class TestOperators(TestCase):
     @parametrize("case", ONCE_WRONG, name_fn=lambda case: case.operator.replace(".", "_"))
     def test_once_wrong(self, case: Case) -> None:
@@ -90,8 +91,6 @@ class TestComparison(TestCase):
         offsets = [expected.twins(number)[0][0].storage_offset() for number in range(gpu.CALLS)]
         self.assertEqual(offsets, [0] * (gpu.CALLS - 1) + [1])
 
-
-instantiate_parametrized_tests(TestOperators)
 
 if __name__ == "__main__":
     unittest.main()

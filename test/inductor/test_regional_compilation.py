@@ -70,6 +70,7 @@ def move(model: Model, held: list[torch.Tensor]) -> None:
         parameter.data = held[-1][4:].view(parameter.shape).copy_(parameter.data)
 
 
+@instantiate_parametrized_tests
 class TestBlocks(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -160,6 +161,3 @@ class TestBlocks(TestCase):
             each.float()
         self.step(model, eager, train=False)
         self.assertEqual(counted(), (seen[0], seen[1] + BLOCKS))
-
-
-instantiate_parametrized_tests(TestBlocks)

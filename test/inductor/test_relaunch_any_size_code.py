@@ -204,6 +204,7 @@ class Compared:
         ]
 
 
+@instantiate_parametrized_tests
 class TestGeneratedCode(Native, RelaunchTestCase):
     def compile(self, fn, shapes, requires_grad=False):
         with simulated_gpu(), config.patch(cudagraphs="relaunch"):
@@ -267,6 +268,3 @@ class TestGeneratedCode(Native, RelaunchTestCase):
     @parametrize("trains", [False, True])
     def test_many_drawn(self, trains):
         self.check_drawn(range(100, 200), trains)
-
-
-instantiate_parametrized_tests(TestGeneratedCode)

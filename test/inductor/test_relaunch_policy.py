@@ -523,6 +523,7 @@ class TestGpu(GpuTestCase):
 
 @form.overlay_only
 @unittest.skipIf(ALONE, "is itself in a process without seams")
+@instantiate_parametrized_tests
 class TestAlone(TestCase):
     SOME = "TestNeeds or same or no_hook or inference or training or mutated or bisector"
 
@@ -534,6 +535,3 @@ class TestAlone(TestCase):
         self.assertEqual(done.returncode, 0, done.stdout[-4000:])
         self.assertRegex(done.stdout, r"\d\d passed")
         self.assertIn("skipped: needs a seam", done.stdout, "there were seams")
-
-
-instantiate_parametrized_tests(TestAlone)

@@ -501,6 +501,7 @@ class TestWithRepeats(TestCase):
             self.expand()
 
 
+@instantiate_parametrized_tests
 class TestDrawn(RepeatedCallsTestCase):
     """Regions that are drawn: products and pointwise operations of what was made before, which dies at some time."""
 
@@ -558,6 +559,3 @@ class TestDrawn(RepeatedCallsTestCase):
         self.enterContext(mock.patch.object(library_calls, "LEAVES", (mm,)))
         libraries = types.SimpleNamespace(mm=mm)
         self.assertGreater(self.check(range(count), lambda seed: False, libraries, twice=twice), count // 6)
-
-
-instantiate_parametrized_tests(TestDrawn)

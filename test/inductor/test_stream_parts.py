@@ -63,6 +63,7 @@ class TestSpans(TestCase):
                 self.assertTrue(numbers[i] & numbers[j], accesses)
 
 
+@instantiate_parametrized_tests
 class TestPlansOfParts(TestCase):
     def compiled(self, name: str):
         program = by_name(name)
@@ -110,6 +111,3 @@ class TestPlansOfParts(TestCase):
         for mode in (None, "reduce-overhead"):
             report = corpus.check_program(by_name(name), mode, misaligned=True)
             self.assertEqual(corpus.findings(report), [], str(report))
-
-
-instantiate_parametrized_tests(TestPlansOfParts)

@@ -41,6 +41,7 @@ def waits(plan: Any) -> int:
     return sum(len(event.waits) for event in plan.events) + len(plan.boundary_waits)
 
 
+@instantiate_parametrized_tests
 class TestOneSideStream(TestCase):
     """All of a function is on one side stream, and so is all that compiled code does."""
 
@@ -148,6 +149,3 @@ def _then(passes: Callable[..., Any], change: Callable[[Graph], None]) -> Callab
         return result
 
     return both
-
-
-instantiate_parametrized_tests(TestOneSideStream)

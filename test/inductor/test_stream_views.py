@@ -40,6 +40,7 @@ def forked(side: torch.cuda.Stream, compute: Any, then: Any = lambda value: valu
     return fn
 
 
+@instantiate_parametrized_tests
 class TestViews(TestCase):
     def check(self, fn: Any, *args: Any, **kwargs: Any) -> None:
         report = check(fn, *args, **kwargs)
@@ -96,6 +97,3 @@ class TestViews(TestCase):
     def test_saved_view_is_memory_of_the_stream_that_made_what_it_views(self, kind: str) -> None:
         fn = forked(torch.cuda.Stream(), lambda x: torch.complex(x, x + 1), SAVED[kind])
         self.check(fn, torch.ones(8, 16, device="cuda", requires_grad=True), backward=True)
-
-
-instantiate_parametrized_tests(TestViews)

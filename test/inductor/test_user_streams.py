@@ -64,6 +64,7 @@ def complete(wrapper: str) -> bool:
     return "async_compile = " in wrapper
 
 
+@instantiate_parametrized_tests
 class TestCorpus(TestCase):
     """Each program compiles, in one graph unless it breaks one on purpose, to a wrapper that orders what it must."""
 
@@ -1015,6 +1016,7 @@ class TestPasses(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     """50 calls of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 
@@ -1032,7 +1034,3 @@ class TestGpu(TestCase):
     @parametrize("name,mode", PAIRS)
     def test_delays_inside(self, name: str, mode: str) -> None:
         self.check(name, mode, sleeps=True)
-
-
-instantiate_parametrized_tests(TestCorpus)
-instantiate_parametrized_tests(TestGpu)
