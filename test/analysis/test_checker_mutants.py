@@ -49,7 +49,7 @@ class TestTool(TestCase):
 
 @instantiate_parametrized_tests
 class TestCompiledPrograms(TestCase):
-    @parametrize("name,mode", form.sampled(SOME, 13))
+    @parametrize("name,mode", form.sampled(SOME, 25))
     def test_mutants(self, name: str, mode: str) -> None:
         with plan_contract.requests() as requests:
             report = corpus.check_program(by_name(name), None if mode == "default" else mode)

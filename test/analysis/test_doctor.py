@@ -611,7 +611,8 @@ class TestResults(unittest.TestCase):
         def whole(x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.dropout(x, 0.5) + torch.nn.functional.dropout(x, 0.5)
 
-        self.assertEqual(self.results(step, whole, torch.ones(64), backend="inductor"), "equal")
+        with torch._inductor.config.patch(fallback_by_default=True):  # compiles no C++
+            self.assertEqual(self.results(step, whole, torch.ones(64), backend="inductor"), "equal")
 
     def test_number_that_becomes_a_tensor(self) -> None:
         self.assertEqual(self.results(lambda x: x.sum().item(), lambda x: x.sum(), torch.ones(3)), "equal")

@@ -146,7 +146,7 @@ class TestPrograms(TestCase):
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
-    @parametrize("name", form.sampled(DRAWN, 35))
+    @parametrize("name", form.sampled(DRAWN, 61))
     def test_drawn(self, name: str) -> None:
         for fold in (False, True):
             try:
@@ -533,7 +533,7 @@ class TestPartition(TestCase):
         self.assertTrue(pairs)
         return sum(_saved_bytes(f, b) for f, b in pairs)
 
-    @parametrize("name", form.sampled(COMPARED, 45))
+    @parametrize("name", form.sampled(COMPARED, 75))
     def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
         self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
 
@@ -738,7 +738,7 @@ class TestCompiledAutograd(TestCase):
             branch = ["permute", "mm", "mm", "le", "where", "mm"]
             self.assertEqual(placed, [(op, "1") for op in branch], r.graph)
 
-    @parametrize("name", TRACED)
+    @parametrize("name", form.sampled(TRACED, 3))
     def test_no_race(self, name: str) -> None:
         for r in self.traced(name):
             with simulated_gpu():

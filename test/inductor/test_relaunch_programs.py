@@ -35,7 +35,7 @@ IN_SEVERAL = [p.name for p in PROGRAMS if p.ranks > 1 and p.name != "collectives
 @instantiate_parametrized_tests
 class TestPrograms(TestCase):
     @parametrize(
-        "name", form.sampled(IN_ONE_PROCESS, 9) + form.sampled(["collectives", *IN_SEVERAL], len(IN_SEVERAL) + 1)
+        "name", form.sampled(IN_ONE_PROCESS, 15) + form.sampled(["collectives", *IN_SEVERAL], len(IN_SEVERAL) + 1)
     )
     def test_without_graphs(self, name: str) -> None:
         program = by_name(name)

@@ -192,7 +192,7 @@ class TestGenerator(TestCase):
 
 @instantiate_parametrized_tests
 class TestFound(TestCase):
-    @parametrize("name", form.sampled(list(found.PROGRAMS), 15))
+    @parametrize("name", form.sampled(list(found.PROGRAMS), 31))
     def test_is_ordered(self, name: str) -> None:
         for mode in COMPILED:
             verdict = judge(found.PROGRAMS[name], [mode], on_gpu=False)
