@@ -5,8 +5,6 @@ each class runs, but for `test/unit`, and what carries `@pytest.mark.each_hook`.
 error.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

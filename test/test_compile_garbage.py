@@ -1,7 +1,5 @@
 """What a call that compiles has made is gone when the program has dropped it, without the garbage collector."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The C sources: no compiler warns of one, and a change of any is built."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -23,6 +21,7 @@ from torch_overlay import csrc
 SOURCES = sorted(path.name for path in csrc.FOLDER.glob("*.c"))
 
 
+@instantiate_parametrized_tests
 class TestSources(TestCase):
     @parametrize("name", SOURCES)
     def test_compiles_without_warnings(self, name: str) -> None:
@@ -82,6 +81,3 @@ class TestFailedBuild(TestCase):
                 call()
             gc.collect()
             self.assertEqual([local() for local in held], [None] * 3)
-
-
-instantiate_parametrized_tests(TestSources)

@@ -622,8 +622,8 @@ class TestThreads(FakeUpstream):
 
 @form.overlay_only
 class TestProcesses(unittest.TestCase):
-    def run_ok(self, code: str, *options: str, **env: str) -> str:
-        result = form.run_python(code, *options, env=env)
+    def run_ok(self, code: str, *options: str, run: Any = form.fork_python, **env: str) -> str:
+        result = run(code, *options, env=env)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout + result.stderr
 
@@ -651,6 +651,7 @@ if "__overlay__" in vars(c.FxGraphHashDetails.__init__):
     raise SystemExit("still installed")
 """,
             "-O",
+            run=form.run_python,
         )
 
     def test_environment_variable_that_disables(self) -> None:
@@ -754,15 +755,16 @@ assert not torch.cuda.is_initialized()
 new = [name for name in set(sys.modules) - before if name.startswith("torch.")]
 assert not new, new
 """
-        self.assertLess(float(self.run_ok(code)), 300)
+        self.assertLess(float(self.run_ok(code, run=form.run_python)), 300)
 
     def test_import_before_torch(self) -> None:
-        self.run_ok("""
+        code = """
 import torch_overlay, sys
 assert "torch._inductor" not in sys.modules and torch_overlay.status().enabled
 import torch
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
-""")
+"""
+        self.run_ok(code, run=form.run_python)
 
     def test_a_failed_import_says_why_and_can_be_repeated(self) -> None:
         self.run_ok("""
@@ -792,7 +794,7 @@ assert torch_overlay.status().enabled
 """
 
     def output(self, code: str, **env: str) -> str:
-        result = form.run_python(code, env=env)
+        result = (form.run_python if env else form.fork_python)(code, env=env)
         self.assertEqual(result.returncode, 0, result.stderr)
         return result.stderr
 
@@ -863,16 +865,6 @@ EXITS = """
 
 @form.overlay_only
 class TestCommandLine(unittest.TestCase):
-    def command(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "COLUMNS": "200", **env}
-        return subprocess.run(
-            [sys.executable, "-m", "torch_overlay", *arguments],
-            cwd=form.ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-
     def here(self, *arguments: str) -> tuple[int, str, str]:
         """The same, in this process."""
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -907,7 +899,7 @@ class TestCommandLine(unittest.TestCase):
         self.assertEqual(features, options)
 
     def test_status_says_who_switched_a_feature_off(self) -> None:
-        result = self.command("status", TORCH_OVERLAY_STREAMS="0")
+        result = form.fork_command("status", env={"TORCH_OVERLAY_STREAMS": "0"})
         self.assertIn("TORCH_OVERLAY_STREAMS is set in the environment", result.stdout)
         self.assertRegex(result.stdout, r"streams\W+False")
 
@@ -915,7 +907,7 @@ class TestCommandLine(unittest.TestCase):
         code = "from torch_overlay.__main__ import main\n"
         code += f"for command in ['status'], ['check', {__file__ + ':f'!r}], ['explain', {__file__ + ':none'!r}]:"
         code += "    print('status', main(command))"
-        result = form.run_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
+        result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
         self.assertRegex(result.stdout, "(?s)TORCH_OVERLAY_DISABLE=1.*status 0\nstatus 2\nstatus 2\n$")
         for what in ("check: needs the overlay, ", "explain: this is stock PyTorch, "):
             self.assertRegex(result.stderr, rf"(?m)^{what}.*: TORCH_OVERLAY_DISABLE=1 is set .*$")
@@ -942,10 +934,7 @@ class TestCommandLine(unittest.TestCase):
         self.assertIn(remedy, result.stderr)
 
     def test_status_on_a_torch_that_is_refused(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '9.9.9'\n")
-            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-            result = self.command("status", PYTHONPATH=path)
+        result = form.fork_command("status", first="import torch; torch.__version__ = '9.9.9'")
         self.assertEqual((result.returncode, result.stderr), (1, ""))
         for word in ("not enabled", "wrong_version", "9.9.9"):
             self.assertIn(word, result.stdout)
@@ -1038,7 +1027,6 @@ class TestCommandLine(unittest.TestCase):
         """No traceback, of ours or of Python's end."""
         no_room = "torch_overlay: the output could not be written: [Errno 28] No space left on device\n"
         for command, shell, status, errors in (
-            ("--help", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),
             ("status", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),  # through rich, where it is installed
             ("status", "{} > /dev/full", 2, no_room),
             ("status", "{} >&-", 0, ""),
@@ -1049,7 +1037,9 @@ class TestCommandLine(unittest.TestCase):
                 self.assertEqual((result.returncode, result.stderr), (status, errors))
 
     def test_characters_that_the_terminal_does_not_have(self) -> None:
-        result = self.command("status", PYTHONIOENCODING="ascii", TORCH_OVERLAY_STREAMS="m\u00f6glich")
+        command = [sys.executable, "-m", "torch_overlay", "status"]
+        env = {**os.environ, "COLUMNS": "200", "PYTHONIOENCODING": "ascii", "TORCH_OVERLAY_STREAMS": "m\u00f6glich"}
+        result = subprocess.run(command, cwd=form.ROOT, env=env, capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stderr), (1, ""))
         self.assertIn("TORCH_OVERLAY_STREAMS is 'm\\xf6glich' in the environment", result.stdout)
 
@@ -1062,10 +1052,7 @@ class TestCommandLine(unittest.TestCase):
             path = os.pathsep.join([folder, str(form.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             for arguments in (["-m", "package", "torch_overlay"], ["-mpackage", "-mtorch_overlay"]):
                 result = subprocess.run(
-                    [sys.executable, *arguments],
-                    env={**os.environ, "PYTHONPATH": path},
-                    capture_output=True,
-                    text=True,
+                    [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
                 )
                 self.assertEqual((result.returncode, result.stdout), (0, "True\n"), result.stderr)
 

@@ -1,24 +1,13 @@
 """The programs in examples/: each compiles as one region, is planned as its text promises, and says so as a script."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import unittest
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import torch
 
 import form
-from torch_overlay._inductor.streams.memory_report import account
-from torch_overlay.testing import compile_only, Compiled, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from torch_overlay._inductor.streams.plan import Plan
-
 import moe_experts
 import offloaded_transformer
 import prefetch_loop
@@ -26,6 +15,9 @@ import train_moe_experts
 import train_prefetch_loop
 import train_two_batches
 import transformer_side_branch
+from torch_overlay._inductor.streams.memory_report import account
+from torch_overlay._inductor.streams.plan import Plan
+from torch_overlay.testing import compile_only, Compiled, simulated_gpu
 
 
 class ExampleTest(unittest.TestCase):
@@ -66,7 +58,7 @@ class ExampleTest(unittest.TestCase):
     def run_as_script(self) -> str:
         code = f"import runpy, sys; sys.path.insert(0, {str(form.ROOT / 'examples')!r})\n"
         code += f"runpy.run_path({self.example.__file__!r}, run_name='__main__')"
-        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         return result.stdout
 
@@ -220,7 +212,7 @@ class TestOffloadedTransformer(unittest.TestCase):
     @form.slow
     def test_script_says_what_waits_on_the_host_and_when_it_is_copied(self) -> None:
         code = f"import runpy; runpy.run_path({offloaded_transformer.__file__!r}, run_name='__main__')"
-        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         self.assertRegex(result.stdout, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
         self.assertRegex(result.stdout, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")

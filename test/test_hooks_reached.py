@@ -1,7 +1,5 @@
 """Hooks that no other test of the patched form's few reaches (`patched_form.py`)."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,18 +1,13 @@
 """Modules of the package import each other in one direction only, at their top and inside of functions."""
 
-from __future__ import annotations
-
 import ast
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Set as AbstractSet
+from pathlib import Path
 
 import torch.testing._internal.common_utils as common
 
 import form
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set as AbstractSet
-    from pathlib import Path
 
 PACKAGE = "torch_overlay"
 

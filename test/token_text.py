@@ -1,7 +1,5 @@
 """Tokens from their printed form: `tokens("s0", "e5.0")`."""
 
-from __future__ import annotations
-
 from torch_overlay._functorch.streams.tokens import Token
 
 

@@ -12,9 +12,8 @@ one begins, leaves the same values in the memory that is still allocated, and us
 its next owner has begun to.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import form  # noqa: F401
 from torch_overlay.analysis.race_check.trace import (
@@ -23,17 +22,14 @@ from torch_overlay.analysis.race_check.trace import (
     HOST,
     Launch,
     Memory,
+    Operation,
     Record,
     RecordStream,
     Synchronize,
+    View,
     Wait,
 )
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch_overlay.analysis.race_check.trace import Operation, View
 
 CELL = 8  # bytes
 MOST_STATES = 200_000

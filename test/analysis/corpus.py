@@ -1,8 +1,6 @@
 """The programs of `stream_programs`, checked as a test checks them: on simulated GPUs, with the promises of eager."""
 
-from __future__ import annotations
-
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,12 +9,8 @@ from stream_programs import Program, PROGRAMS
 from stream_programs._quiet import quiet
 from torch_overlay import config
 from torch_overlay.analysis.race_check.checking import check
-from torch_overlay.analysis.race_check.race_report import describe
+from torch_overlay.analysis.race_check.race_report import describe, Report
 from torch_overlay.testing import placement_checked, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from torch_overlay.analysis.race_check.race_report import Report
 
 
 # Programs with events that they could do without, and what their compiler doesn't know or doesn't use.

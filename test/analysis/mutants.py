@@ -23,12 +23,11 @@ record between them are not ordered, and if the program is right they have nothi
 the host launches first doesn't matter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import brute_force
 import small_programs
@@ -36,6 +35,7 @@ import small_programs
 import form  # noqa: F401
 from torch_overlay.analysis.race_check.checking import CALLER
 from torch_overlay.analysis.race_check.happens_before import analyse
+from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.trace import (
     Alloc,
     Boundary,
@@ -48,12 +48,6 @@ from torch_overlay.analysis.race_check.trace import (
     Synchronize,
     Wait,
 )
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch_overlay.analysis.race_check.race_report import Report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,24 +6,18 @@ so. So each plan is held against its own request, by the closure of `test_stream
 knows no clocks: with all of its waits nothing may be missing, and without any one of them something must be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 from plan_closure import happens_before, missing
 
 import form  # noqa: F401
+from torch_overlay._functorch.streams.tokens import Token
 from torch_overlay._inductor.streams import planned_region, planner
 from torch_overlay._inductor.streams.plan import Buffer, HOST, Plan
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch_overlay._functorch.streams.tokens import Token
 
 
 @dataclasses.dataclass(frozen=True)

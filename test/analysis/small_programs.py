@@ -1,7 +1,5 @@
 """Random small programs as traces, for which every order can be tried out."""
 
-from __future__ import annotations
-
 import random
 
 import form  # noqa: F401

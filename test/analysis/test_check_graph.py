@@ -1,7 +1,5 @@
 """`check_graph` on graphs made by hand: nodes, edges and addresses, no GPU."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 
@@ -108,10 +106,7 @@ WAW: scratch is written twice in no order
 
     def test_memset_beside_its_reader(self) -> None:
         nodes = [fill(0, at(SCRATCH)), kernel(1, at(SCRATCH), at(OUT), name="split_k")]
-        self.finds(
-            check(nodes, []),
-            "WAW: a path of edges from `node 0: memset` to `node 1: split_k`",
-        )
+        self.finds(check(nodes, []), "WAW: a path of edges from `node 0: memset` to `node 1: split_k`")
         self.clean(nodes, [(0, 1)])
 
     def test_copies_of_rows(self) -> None:
@@ -170,10 +165,7 @@ WAW: scratch is written twice in no order
     def test_two_branches_and_a_redundant_edge(self) -> None:
         nodes = [kernel(0, at(X), at(SCRATCH)), kernel(1, at(SCRATCH)), kernel(2, at(Y)), kernel(3, at(SCRATCH))]
         report = check(nodes, [(0, 1), (2, 3), (1, 3), (0, 3)])
-        self.finds(
-            report,
-            "redundant: edge from node 0 to node 3: what it orders is ordered without it",
-        )
+        self.finds(report, "redundant: edge from node 0 to node 3: what it orders is ordered without it")
 
     def test_edges_to_nowhere_and_cycles(self) -> None:
         with self.assertRaisesRegex(ValueError, "edge 0 -> 7 names node 7, which the graph doesn't have"):

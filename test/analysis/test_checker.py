@@ -3,8 +3,6 @@
 `main` and `side` are streams. A trace is in host order; `HOST` launches run at once.
 """
 
-from __future__ import annotations
-
 from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401

@@ -5,12 +5,7 @@ programs by what is known of plans (Note [Right and wrong by construction]). `to
 programs and as many small ones as one wants.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import os
-import subprocess
-import sys
 
 import brute_force
 import corpus
@@ -28,6 +23,7 @@ from torch_overlay.analysis.race_check.trace import HOST, Trace
 SOME = [(p.name, mode or "default") for p in PROGRAMS[::4] for mode in p.modes[:1]]
 
 
+@instantiate_parametrized_tests
 class TestSmallPrograms(TestCase):
     @parametrize("block", range(5))
     def test_checker_agrees_with_all_orders(self, block: int) -> None:
@@ -44,15 +40,16 @@ class TestSmallPrograms(TestCase):
 class TestTool(TestCase):
     def test_it_finds_its_modules(self) -> None:
         """Outside of pytest, which has the paths of pyproject.toml."""
-        command = [sys.executable, str(form.ROOT / "tools" / "run_mutants.py"), "--help"]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        tool = form.ROOT / "tools" / "run_mutants.py"
+        code = f"import runpy, sys; sys.path[:] = [{str(tool.parent)!r}, *(p for p in sys.path if 'lib/' in p)]\n"
+        done = form.fork_python(f"{code}runpy.run_path({str(tool)!r}, run_name='__main__')", "--help")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("--small", done.stdout)
 
 
+@instantiate_parametrized_tests
 class TestCompiledPrograms(TestCase):
-    @parametrize("name,mode", form.sampled(SOME, 13))
+    @parametrize("name,mode", form.sampled(SOME, 25))
     def test_mutants(self, name: str, mode: str) -> None:
         with plan_contract.requests() as requests:
             report = corpus.check_program(by_name(name), None if mode == "default" else mode)
@@ -156,7 +153,3 @@ class TestOracle(TestCase):
         self.t.free(self.x)
         self.t.launch("use", "s0", reads=[self.x])
         self.assertFalse(self.is_right())
-
-
-instantiate_parametrized_tests(TestSmallPrograms)
-instantiate_parametrized_tests(TestCompiledPrograms)

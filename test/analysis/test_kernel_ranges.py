@@ -1,7 +1,5 @@
 """What is read off a generated kernel's source is all that its indices reach; for sums of variables, nothing else."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

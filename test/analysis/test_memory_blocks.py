@@ -1,7 +1,5 @@
 """Memory snapshots: each block has its buffer and its line."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tempfile

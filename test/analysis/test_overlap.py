@@ -1,7 +1,5 @@
 """Overlap of work on several streams, from intervals."""
 
-from __future__ import annotations
-
 import unittest
 
 import form  # noqa: F401

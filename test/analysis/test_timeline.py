@@ -1,15 +1,14 @@
 """Timelines: the clock of a trace, the picture, the trace for Perfetto, profiles, the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import re
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,10 +30,6 @@ from torch_overlay.analysis.timelines.lines import functions, own_line, readable
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Program:

@@ -1,8 +1,7 @@
 """What Dynamo's option `canonicalize_output_graph_node_order` must leave in its place."""
 
-from __future__ import annotations
-
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo.config
@@ -12,9 +11,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form  # noqa: F401
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DRAW: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.25),
@@ -35,6 +31,7 @@ DRAW_NOTHING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@instantiate_parametrized_tests
 class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
     """Of two calls of a function, the option puts the one first whose argument comes first."""
 
@@ -70,12 +67,3 @@ class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
     def test_what_draws_nothing_is_sorted(self, name: str) -> None:
         read = self.order(DRAW_NOTHING[name])
         self.assertLess(read.index("add"), read.index("mul"))
-
-
-instantiate_parametrized_tests(TestCanonicalOrder)
-
-
-if __name__ == "__main__":
-    from torch._dynamo.test_case import run_tests
-
-    run_tests()

@@ -14,7 +14,8 @@ import inspect
 import re
 import threading
 import weakref
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,13 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 import form  # noqa: F401
 from torch_overlay import frame_facts
 from torch_overlay._dynamo import objects
+from torch_overlay.frame_facts import ObjectInfo
 from torch_overlay.testing import simulated_gpu
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch_overlay.frame_facts import ObjectInfo
 
 GLOBAL_STREAMS: dict[Any, Any] = {}
 GLOBAL_EVENT: Any = None

@@ -1,16 +1,11 @@
 """Import hooks as other libraries have them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from typing import Any, TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
+from types import ModuleType
+from typing import Any
 
 
 class ChainedLoader:

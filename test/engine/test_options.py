@@ -1,7 +1,5 @@
 """Options say what they take where they are set: by an assignment, by `config.patch`, in the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math
@@ -191,7 +189,7 @@ class TestEnvironment(unittest.TestCase):
     """Variables are read at the import, in a process of its own; several are set at once, since it takes seconds."""
 
     def run_code(self, code: str, **env: str):
-        return form.run_python(code, env=env)
+        return form.fork_python(code, env=env)
 
     def test_usual_spellings(self) -> None:
         for text, value in (

@@ -4,8 +4,6 @@ A code object carries the name by which its module was imported. Editable instal
 trees reach a package through symbolic links, so that this name is not the folder's own.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

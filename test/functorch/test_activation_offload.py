@@ -17,7 +17,8 @@ import random
 import re
 import tempfile
 import threading
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -56,9 +57,6 @@ from torch_overlay._options import offload_settings
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 FAST = Link(out=1e6, back=1e6, latency_us=0.0)  # bytes per us: a copy of 1 MB takes 1 us
 MB = 10**6
@@ -440,6 +438,7 @@ class _Keep(torch.autograd.Function):
         return grad * 2
 
 
+@instantiate_parametrized_tests
 class TestSlabs(TestCase):
     def test_slab_returns_when_the_backward_has_consumed_it(self) -> None:
         x = torch.ones(3, requires_grad=True)
@@ -1034,10 +1033,7 @@ class TestDecision(TestCase):
 
         with simulated_gpu(), torch.device("cuda"):
             x, w = torch.randn(512, 512), torch.randn(512, 2048, requires_grad=True)
-        with (
-            mock.patch.object(Schedule, "place", keep),
-            offloading({"budget_gb": 0.01, "min_bytes": 0}),
-        ):
+        with mock.patch.object(Schedule, "place", keep), offloading({"budget_gb": 0.01, "min_bytes": 0}):
             (report,) = compile_only(fn, x, w, backward=True).offloads
         self.assertNotIn("mm", [row.name for row in report.rows])  # the product of 4 MiB, of which four views are saved
         large = [size for size, _ in saved[-1] if size > 1 << 20]
@@ -1169,6 +1165,7 @@ class TestWrapper(TestCase):
         self.assertNotIn("distinct", self.seen.calls())
 
 
+@instantiate_parametrized_tests
 class TestRaces(TestCase):
     def compile(self, fn: Any, make: Callable[[], Any], option: Any, by: Callable[..., Any]) -> Any:
         with simulated_gpu():
@@ -1307,6 +1304,7 @@ def release() -> None:
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     def tearDown(self) -> None:
         torch._dynamo.reset()
@@ -1466,8 +1464,3 @@ class TestGpu(TestCase):
                 torch.cuda.synchronize()
                 expected = expected or grads
                 self.assertEqual(grads, expected, rtol=0, atol=0)
-
-
-instantiate_parametrized_tests(TestSlabs)
-instantiate_parametrized_tests(TestRaces)
-instantiate_parametrized_tests(TestGpu)

@@ -2,17 +2,16 @@
 and what is measured: the library kernels of a graph, on tensors like theirs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,9 +25,6 @@ from torch_overlay._functorch.offload import device_rates, kernel_times, profile
 from torch_overlay._functorch.offload.cost_model import Link
 from torch_overlay._functorch.offload.reader import Reader
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, uuid="GPU-1234")
 

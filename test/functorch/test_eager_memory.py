@@ -1,7 +1,5 @@
 """Whose memory a node's value is in eager, and which memory that eager never allocates is settled at the exit."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
@@ -240,6 +238,7 @@ UPDATED_BY_A_CALL = {  # each is a new tensor in eager; a fallback updates what 
 }
 
 
+@instantiate_parametrized_tests
 class TestPlans(TestCase):
     @simulated_gpu()
     def exit_waits(self, update: bool) -> list[tuple[int, int]]:
@@ -314,6 +313,3 @@ class TestPlans(TestCase):
 
         report = check(fn, torch.ones(5, 5, device="cuda"), torch.ones(5, device="cuda"), mode="reduce-overhead")
         self.assertTrue(report.ok, str(report))
-
-
-instantiate_parametrized_tests(TestPlans)

@@ -5,8 +5,6 @@ simulated device (`check_step`). The other classes show one rule or one hazard e
 upstream's. `TestGpu` compares each program with ordered eager under injected delays.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -101,6 +99,7 @@ def mode_of(text: str) -> str | None:
     return None if text == "default" else text
 
 
+@instantiate_parametrized_tests
 class TestPrograms(TestCase):
     def check(self, name: str, mode: str | None = None, **kwargs: bool) -> None:
         seen, returned = run_step(name, mode, kwargs.get("sleeps", False), kwargs.get("fold", False))
@@ -147,7 +146,7 @@ class TestPrograms(TestCase):
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
-    @parametrize("name", form.sampled(DRAWN, 35))
+    @parametrize("name", form.sampled(DRAWN, 61))
     def test_drawn(self, name: str) -> None:
         for fold in (False, True):
             try:
@@ -434,6 +433,7 @@ LAUNCHES_NOTHING = {  # what is computed on a side stream, whose part of the bac
 }
 
 
+@instantiate_parametrized_tests
 class TestEngineOrder(TestCase):
     def check(self, compute: Any, then: Any, streams: int, *shape: int) -> None:
         sides = [torch.cuda.Stream() for _ in range(streams)]
@@ -508,6 +508,7 @@ NOT_COMPARED = (*SYMBOLIC, *TRACED, *NO_STREAMS, *OTHER_DEVICE, *LENT, *NO_BACKW
 COMPARED = [n for n in (*WRITTEN, *DRAWN) if n not in NOT_COMPARED]
 
 
+@instantiate_parametrized_tests
 class TestPartition(TestCase):
     """Streams don't change what is saved and what is computed again."""
 
@@ -532,7 +533,7 @@ class TestPartition(TestCase):
         self.assertTrue(pairs)
         return sum(_saved_bytes(f, b) for f, b in pairs)
 
-    @parametrize("name", form.sampled(COMPARED, 45))
+    @parametrize("name", form.sampled(COMPARED, 75))
     def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
         self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
 
@@ -709,6 +710,7 @@ class TestTable(TestCase):
         self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", "backward", f"{ids[0]} waits for {ids[1]}"])
 
 
+@instantiate_parametrized_tests
 class TestCompiledAutograd(TestCase):
     """Backwards that compiled autograd traces: Note [Placement under compiled autograd]."""
 
@@ -736,7 +738,7 @@ class TestCompiledAutograd(TestCase):
             branch = ["permute", "mm", "mm", "le", "where", "mm"]
             self.assertEqual(placed, [(op, "1") for op in branch], r.graph)
 
-    @parametrize("name", TRACED)
+    @parametrize("name", form.sampled(TRACED, 3))
     def test_no_race(self, name: str) -> None:
         for r in self.traced(name):
             with simulated_gpu():
@@ -880,6 +882,7 @@ class TestCompiledAutograd(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 
@@ -896,10 +899,3 @@ class TestGpu(TestCase):
     @parametrize("name,mode", PAIRS)
     def test_delays_inside(self, name: str, mode: str) -> None:
         self.check(name, mode, sleeps=True)
-
-
-instantiate_parametrized_tests(TestPrograms)
-instantiate_parametrized_tests(TestEngineOrder)
-instantiate_parametrized_tests(TestPartition)
-instantiate_parametrized_tests(TestCompiledAutograd)
-instantiate_parametrized_tests(TestGpu)

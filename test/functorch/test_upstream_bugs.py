@@ -5,8 +5,6 @@ belong: S2 (memory reused across streams) in `test_user_streams.py`, S6 (cache k
 (objects kept alive) in `test_streams.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -48,12 +46,13 @@ def found_on_stock() -> dict[str, list[str]]:
     """What the checks find without the overlay, in a process of its own."""
     path = str(Path(upstream_bugs.__file__))
     code = f"import runpy; runpy.run_path({path!r}, run_name='__main__')"
-    result = form.run_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
+    result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
     if result.returncode:
         raise RuntimeError(result.stderr[-3000:])
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@instantiate_parametrized_tests
 class TestUpstreamBugs(TestCase):
     @parametrize("name", form.sampled(NAMES, 9))
     def test_with_the_overlay(self, name: str) -> None:
@@ -86,6 +85,3 @@ class TestUpstreamBugs(TestCase):
         found = found_on_stock()["numbers_drawn_again"]
         kinds = ["dropout", "bernoulli", "permutation", "rrelu", "attention", "branch"]
         self.assertEqual(list(dict.fromkeys(text.split(":")[0] for text in found)), kinds)
-
-
-instantiate_parametrized_tests(TestUpstreamBugs)

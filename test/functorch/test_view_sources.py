@@ -1,7 +1,5 @@
 """Which values the elements of a view come from, against labels that are sent through the same operations."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

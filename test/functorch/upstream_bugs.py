@@ -6,14 +6,13 @@ loud ones: `mend` repairs two of those, so that the checks can say on stock what
 module prints what each check finds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -24,10 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay.testing import Compiled, observe, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def mend() -> None:

@@ -15,8 +15,9 @@ import dataclasses
 import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,9 +32,6 @@ from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import Launch, Record, Synchronize, Wait
 from torch_overlay.testing import simulated_gpu
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PROGRAMS: dict[str, Callable[[], None]] = {}
 

@@ -7,13 +7,12 @@ Both caches and the files of generated code are in `folder`. A module that comes
 was just generated is: by the `SimulatedDevice`, from its text, which is added to `texts`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,10 +22,6 @@ from torch._inductor.graph import GraphLowering
 
 import form  # noqa: F401
 from torch_overlay.testing import _mocks, _stub_module
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextlib.contextmanager

@@ -8,15 +8,14 @@
 and launched after each step. The request has `rank`, `rendezvous` (a file that both ranks name), `cases`, and `out`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
 import json
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -29,9 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import form
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 RANKS, STEPS = 2, 6
 

@@ -7,14 +7,10 @@
 Shapes are known as texts of n and m: operands are chosen that fit at any size.
 """
 
-from __future__ import annotations
-
+import random
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
-
-if TYPE_CHECKING:
-    import random
 
 Shape = tuple[str, ...]
 NUMBERS = ("n", "m", "n + m", "n * m", "max(n, 7)", "min(m, 50)", "n // 3", "n % 5", "m - n", "min(max(n, 9), m)")

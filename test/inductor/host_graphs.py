@@ -7,11 +7,10 @@ Everything on the way is real, from the program to the runner of a region: Induc
 for a device's, and calls each operator of PyTorch as it is, so that no C++ is compiled and results are eager's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch._inductor.config as inductor_config
@@ -20,14 +19,8 @@ from torch._inductor import cudagraph_utils, scheduler
 from torch._inductor.output_code import CompiledFxGraph
 
 import form  # noqa: F401
-from stand_ins.relaunch_device import fake_device
+from stand_ins.relaunch_device import fake_device, FakeDevice
 from torch_overlay._inductor.relaunch import runner
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stand_ins.relaunch_device import FakeDevice
 
 
 def options() -> dict[str, Any]:

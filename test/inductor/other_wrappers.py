@@ -1,11 +1,10 @@
 """Compiles programs with streams for AOTInductor and for C++ and FX wrappers on a simulated GPU, and keeps the text."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,10 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import form  # noqa: F401
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Branch(torch.nn.Module):

@@ -1,7 +1,5 @@
 """What a plan orders, by reachability over all pairs and without clocks, and random schedules to plan."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from hypothesis import strategies as st

@@ -1,16 +1,13 @@
 """Reads the ranges of `profiler_ranges`, and what they launched, from a Chrome trace of torch.profiler."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
+import torch
 
-if TYPE_CHECKING:
-    import torch
 
 Event = dict[str, Any]
 OURS = re.compile(r"(forward|backward|inference) of compiled frame|side stream")

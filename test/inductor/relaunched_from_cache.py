@@ -6,8 +6,6 @@ whether its results were eager's, on the host bit by bit; and how often caches w
 `out`, and `load` or `save`, files of `torch.compiler`'s cache artifacts, and `device`, if that is no host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

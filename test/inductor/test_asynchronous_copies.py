@@ -5,8 +5,6 @@ the host. `TestGpu` times the calls: each returns while its copy still waits for
 the kernels of another stream.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Any
@@ -37,6 +35,7 @@ def lines(wrapper: str) -> list[str]:
     return [line.strip() for line in body.splitlines() if not line.strip().startswith("#")]
 
 
+@instantiate_parametrized_tests
 class TestCode(TestCase):
     def copies(self, name: str, mode: str | None = None, fills: str = "") -> list[tuple[str, str]]:
         """Destination and source of each copy. The host does nothing, but for the kernel that fills pinned memory."""
@@ -209,6 +208,7 @@ SLEEP = 200_000_000  # clock cycles: a tenth of a second, and more than any of t
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     def build(self, name: str, on_side: bool) -> tuple[Any, Any]:
         side = torch.cuda.Stream()
@@ -314,7 +314,3 @@ class TestGpu(TestCase):
 def by_direction(name: str) -> str:
     to_host = ("host", "ring", "pinned")
     return "DtoH" if any(word in name for word in to_host) else "HtoD"
-
-
-instantiate_parametrized_tests(TestCode)
-instantiate_parametrized_tests(TestGpu)

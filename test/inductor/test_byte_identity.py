@@ -325,7 +325,7 @@ with simulated_gpu():
         outputs = []
         for disable, state in (("1", "off"), ("0", "on")):
             script = f"import sys; sys.path.insert(0, {path!r}); sys.argv = ['', {state!r}]\n{code}"
-            result = form.run_python(script, env={"TORCH_OVERLAY_DISABLE": disable})
+            result = form.fork_python(script, env={"TORCH_OVERLAY_DISABLE": disable})
             self.assertEqual(result.returncode, 0, result.stderr[-3000:])
             outputs.append(result.stdout)
         self.assertIn("def call(self, args)", outputs[0])

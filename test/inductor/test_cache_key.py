@@ -1,7 +1,5 @@
 """Compile cache keys: code is never served to a program, a configuration or a process that it was not compiled for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

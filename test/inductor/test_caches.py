@@ -5,8 +5,6 @@ The processes are fresh: `cached_programs`, on the simulated GPU, which executes
 `relaunched_from_cache`, which computes on the host.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -69,7 +67,8 @@ class CachesTestCase(TestCase):
                 request[file] = str(self.folder / request[file])
         request = {"folder": str(self.folder / name), "out": str(out), "off": off, **request}
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom {module} import main\n"
-        done = form.run_python(f"{code}main({request!r})", env={"TORCH_OVERLAY_DISABLE": "1" if off else ""})
+        start = form.fork_python if "load" in request else form.run_python  # hashes of another seed
+        done = start(f"{code}main({request!r})", env={"TORCH_OVERLAY_DISABLE": "1" if off else ""})
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
         return json.loads(out.read_text())
 
@@ -84,6 +83,7 @@ class CachesTestCase(TestCase):
         self.assertFalse([answer for answer in found if answer.endswith("hit")])
 
 
+@instantiate_parametrized_tests
 class TestNextProcess(CachesTestCase):
     def check_computes_the_same(self, **where: str) -> dict[str, Any]:
         cold = self.ask("relaunched_from_cache", "cold", save="artifacts", **where)
@@ -168,6 +168,7 @@ class TestNextProcess(CachesTestCase):
 
 
 @form.slow
+@instantiate_parametrized_tests
 class TestStreamPrograms(TestCase):
     @parametrize("name,mode", corpus.cases()[::12])
     def test_runs_from_a_cache_as_it_was_compiled(self, name: str, mode: str) -> None:
@@ -257,7 +258,3 @@ class TestOtherRank(CachesTestCase):
                 )
                 self.assertEqual([line.replace(" of cuda:1", "") for line in found["ran"]], first[name]["ran"])
                 self.assertEqual({line.count(" of cuda:1") > 0 for line in found["ran"] if "stream" in line}, {True})
-
-
-instantiate_parametrized_tests(TestNextProcess)
-instantiate_parametrized_tests(TestStreamPrograms)

@@ -5,8 +5,6 @@ graph can be run. Programs are drawn: tensors of the caller's and of their own, 
 values read in between.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

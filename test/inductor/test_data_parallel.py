@@ -2,8 +2,6 @@
 learns the same as what stock PyTorch compiles, bit by bit.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import threading

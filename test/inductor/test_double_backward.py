@@ -1,7 +1,5 @@
 """A gradient of a gradient of a compiled function is an error that says what to do, and where."""
 
-from __future__ import annotations
-
 import torch
 from torch._dynamo.test_case import TestCase
 

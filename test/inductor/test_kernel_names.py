@@ -1,7 +1,5 @@
 """Kernels of a graph are named by the user's lines in torch's annotations, where the driver tells their ids."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import itertools
@@ -203,7 +201,3 @@ class TestOnAGpu(GpuTestCase):
         names = {e["args"].get("name") for e in events if e.get("cat") == "kernel"}
         self.assertLessEqual({f"{LINE}, layers.0", LINE}, names)
         self.assertNotIn(None, names)
-
-
-if __name__ == "__main__":
-    form.run_tests()

@@ -1,7 +1,5 @@
 """What reads the old value of a buffer comes before the operation that writes over it."""
 
-from __future__ import annotations
-
 import torch
 from torch._dynamo.test_case import TestCase
 

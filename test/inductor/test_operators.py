@@ -4,11 +4,10 @@
 whose kind was wrong once, and with `--slow` a fixed part of the others.
 """
 
-from __future__ import annotations
-
 import random
 import unittest.mock
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form
 from operator_programs import Case, cases, checked, DEFAULT, FOLDED, gpu, GRAPHS
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ONCE_WRONG = [
     Case("view_as_complex", "forward", "float32", DEFAULT),  # a view of an input that is misaligned
@@ -33,6 +29,7 @@ CHUNKS = 40  # tests
 PART = 6  # of the cases, which are in random order
 
 
+@instantiate_parametrized_tests
 class TestOperators(TestCase):
     @parametrize("case", ONCE_WRONG, name_fn=lambda case: case.operator.replace(".", "_"))
     def test_once_wrong(self, case: Case) -> None:
@@ -94,8 +91,6 @@ class TestComparison(TestCase):
         offsets = [expected.twins(number)[0][0].storage_offset() for number in range(gpu.CALLS)]
         self.assertEqual(offsets, [0] * (gpu.CALLS - 1) + [1])
 
-
-instantiate_parametrized_tests(TestOperators)
 
 if __name__ == "__main__":
     unittest.main()

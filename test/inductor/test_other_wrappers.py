@@ -12,7 +12,7 @@ import form
 
 def everything(**env: str) -> dict[str, str]:
     """All texts and errors, from a process of its own."""
-    made = form.run_python(f"import runpy; runpy.run_path({other_wrappers.__file__!r}, run_name='__main__')", env=env)
+    made = form.fork_python(f"import runpy; runpy.run_path({other_wrappers.__file__!r}, run_name='__main__')", env=env)
     assert made.returncode == 0, made.stderr
     return json.loads(made.stdout.splitlines()[-1])
 
@@ -25,9 +25,3 @@ class TestOtherWrappers(TestCase):
         self.assertIn("Multi-stream cpp_wrapper codegen is only supported for AOTI", ours["options"])
         if not form.PATCHED:
             self.assertEqual(ours, everything(TORCH_OVERLAY_DISABLE="1"))
-
-
-if __name__ == "__main__":
-    from torch._inductor.test_case import run_tests
-
-    run_tests()

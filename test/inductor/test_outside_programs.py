@@ -3,8 +3,6 @@
 Here the causes that show when the code is compiled; `outside_programs/run.py` runs all programs on a GPU.
 """
 
-from __future__ import annotations
-
 import tempfile
 from unittest import mock
 
@@ -25,6 +23,7 @@ COMPILED = [p.name for p in PROGRAMS if p.compiled_at_once]
 RUN = ("warm-up", "templates")  # codes that only calls show
 
 
+@instantiate_parametrized_tests
 class TestCompiled(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -56,12 +55,9 @@ class TestCompiled(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestOnGpu(TestCase):
     @parametrize("name", [p.name for p in PROGRAMS])
     def test_program(self, name: str) -> None:
         with tempfile.TemporaryDirectory() as cache:
             self.assertEqual(run.run(name, 300, cache)["errors"], [])
-
-
-instantiate_parametrized_tests(TestCompiled)
-instantiate_parametrized_tests(TestOnGpu)

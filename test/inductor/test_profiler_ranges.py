@@ -1,9 +1,8 @@
 """Profiles name calls of compiled code, launches of graphs and blocks on side streams, where the option asks for it."""
 
-from __future__ import annotations
-
 import re
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,9 +20,6 @@ from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay.analysis import check
 from torch_overlay.testing import compile_only, simulated_gpu
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SQUARES = """
 def region(args):
@@ -343,7 +339,3 @@ class TestOnAGpu(GpuTestCase):
         self.assertEqual(len(blocks), steps)
         for block in blocks:
             self.assertEqual([e["cat"] for e in work_of(events, block)], ["gpu_memcpy"], block)
-
-
-if __name__ == "__main__":
-    form.run_tests()

@@ -3,11 +3,9 @@
 The graphs are those of `host_graphs`. Each step is compared with eager's, and compilations and captures are counted.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from host_graphs import counted, host_graphs
@@ -18,9 +16,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BLOCKS, STEPS = 6, 6
 
@@ -75,6 +70,7 @@ def move(model: Model, held: list[torch.Tensor]) -> None:
         parameter.data = held[-1][4:].view(parameter.shape).copy_(parameter.data)
 
 
+@instantiate_parametrized_tests
 class TestBlocks(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -165,6 +161,3 @@ class TestBlocks(TestCase):
             each.float()
         self.step(model, eager, train=False)
         self.assertEqual(counted(), (seen[0], seen[1] + BLOCKS))
-
-
-instantiate_parametrized_tests(TestBlocks)

@@ -4,8 +4,6 @@ Most of it runs on a device made of host memory (`relaunch_device`), where a "re
 generated code does. The proof, the recipes of outputs and the patching are the real ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -689,10 +687,7 @@ def region(args):
             "return (buf0, buf1, buf2, x)",
         )
         _, results = self.check(
-            source,
-            lambda: [torch.randn(4)],
-            lambda x: (-x, x * 2, torch.full((2, 4), 3), x),
-            saved=[1, 2, 3],
+            source, lambda: [torch.randn(4)], lambda x: (-x, x * 2, torch.full((2, 4), 3), x), saved=[1, 2, 3]
         )
         visible, first, second, _ = results[-1][1]
         self.assertEqual(first.untyped_storage().data_ptr(), second.untyped_storage().data_ptr())
@@ -778,10 +773,7 @@ class TestAlignment(RelaunchTestCase):
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
 
     def test_misaligned_input_that_is_written(self):
-        run = self.runner(
-            region("x", "assert x.data_ptr() % 16 == 0", "x.add_(1)", "return (x.t(),)"),
-            mutated=[0],
-        )
+        run = self.runner(region("x", "assert x.data_ptr() % 16 == 0", "x.add_(1)", "return (x.t(),)"), mutated=[0])
         for skew in (4, 4, 0, 8, 4):
             x = self.at(skew)
             wanted = x + 1
@@ -805,10 +797,7 @@ class TestAlignment(RelaunchTestCase):
         graph = SimpleNamespace(partition_maps=[GraphPartitionMap(0, [None], [[]], [])])
         kind = {"device_index": 0, "is_backward": False, "is_inference": True}
         code = describe.describe_partition(graph, 0, (), stack_traces=[""], **kind)
-        run = self.runner(
-            region("x", "x.mul_(2)", "return (x,)"),
-            mutated=code.mutated_inputs,
-        )
+        run = self.runner(region("x", "x.mul_(2)", "return (x,)"), mutated=code.mutated_inputs)
         for skew in (4, 0, 4, 8):
             x = self.at(skew)
             wanted = 2 * x
@@ -1237,8 +1226,7 @@ class TestFailures(RelaunchTestCase):
         self.add(run, 8)
         self.assertEqual(self.device.fail_captures, 94)  # each time once more, to see in which operator
         self.assertEqual(
-            causes.refusals(),
-            ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"],
+            causes.refusals(), ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"]
         )
         self.assertEqual(self.counted("refusals"), 1)
 

@@ -1,7 +1,5 @@
 """Tests of graphs for any size: after two sizes, a region of Triton kernels alone is never captured again."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -12,7 +10,6 @@ from unittest import mock
 
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
@@ -707,7 +704,3 @@ class TestResults(Native, RelaunchTestCase):
         self.assertNotEqual((Result(3),), (3,))
         self.assertEqual(Result(3), Result(3))
         self.assertEqual(len({Result(3), 3, Result(3)}), 2)
-
-
-if __name__ == "__main__":
-    run_tests()

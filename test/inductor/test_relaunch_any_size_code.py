@@ -6,8 +6,6 @@ own grid expressions. So all that a launch computes from sizes that were never c
 generated code computes for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random
@@ -17,7 +15,6 @@ from unittest import mock
 
 import torch
 from drawn_sizes import drawn
-from torch._dynamo.test_case import run_tests
 from torch._inductor.runtime import triton_heuristics
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -207,6 +204,7 @@ class Compared:
         ]
 
 
+@instantiate_parametrized_tests
 class TestGeneratedCode(Native, RelaunchTestCase):
     def compile(self, fn, shapes, requires_grad=False):
         with simulated_gpu(), config.patch(cudagraphs="relaunch"):
@@ -270,10 +268,3 @@ class TestGeneratedCode(Native, RelaunchTestCase):
     @parametrize("trains", [False, True])
     def test_many_drawn(self, trains):
         self.check_drawn(range(100, 200), trains)
-
-
-instantiate_parametrized_tests(TestGeneratedCode)
-
-
-if __name__ == "__main__":
-    run_tests()

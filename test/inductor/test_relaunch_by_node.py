@@ -1,14 +1,12 @@
 """Tests of launches that launch the kernels of a graph one by one, instead of setting most nodes of its executable."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import random
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
@@ -226,7 +224,3 @@ class TestInC(TestCase):
     def test_attributes_are_those_of_the_graph_reader(self):
         header = (csrc.FOLDER / "driver_api.h").read_text()
         self.assertIn(f"ATTRIBUTE_COUNT = {COUNT}, ATTRIBUTE_SIZE = {SIZE}", header)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -1,18 +1,13 @@
 """Each reason for work outside of a graph has a cause with a title and a remedy, and stands in the documentation."""
 
-from __future__ import annotations
-
 import ast
 import unittest
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import form
 from torch_overlay import cudagraphs  # noqa: F401  # with the policy's cause
 from torch_overlay._inductor.relaunch import causes
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ELSEWHERE = ("graph-break", "host-wait", "eager", "eager-optimizer", "eager-backward", "recompiled")  # the doctor's
 RAISED = ("Unprovable", "_Found", "_refuse", "refuse", "_outside", "of")
@@ -70,7 +65,3 @@ class TestCauses(unittest.TestCase):
             ("something new", "split-other"),
         ):
             self.assertEqual(causes.of_partition(reason), code)
-
-
-if __name__ == "__main__":
-    unittest.main()

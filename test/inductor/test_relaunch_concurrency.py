@@ -2,8 +2,6 @@
 of `relaunch_device` runs the operators of a region in whatever order its edges allow, as late as they can be.
 """
 
-from __future__ import annotations
-
 import struct
 import unittest
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 refuses to point them elsewhere later. Graphs and executables are fakes; the driver's structs are the real ones.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

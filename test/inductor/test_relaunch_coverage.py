@@ -1,7 +1,5 @@
 """What runs in CUDA graphs is counted, and what does not is listed with its cause."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace

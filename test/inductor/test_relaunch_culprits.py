@@ -1,7 +1,5 @@
 """An operator in which a capture fails is found, kept in mind, and split off when its code is compiled again."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -97,6 +95,7 @@ class Private(TestCase):
         return Path(self.folder, split_off.FILE)
 
 
+@instantiate_parametrized_tests
 class TestCulprit(RelaunchTestCase, Private):
     SOURCE = region("x", "y = torch.mul(x, 3)", "z = torch.ops.culprits.waits.default(y)", "return (torch.add(z, x),)")
 
@@ -296,6 +295,7 @@ class TestCulprit(RelaunchTestCase, Private):
         self.assertEqual(culprit.did(KeyError("a\nb")), "raises KeyError: 'a\\nb'")
 
 
+@instantiate_parametrized_tests
 class TestMemory(Private):
     """What failed is known in the next process."""
 
@@ -453,6 +453,7 @@ class TestCompiledAgain(Private):
         self.assertFalse(split_off.compile_again(torch._guards.CompileId(frame_id=10**6, frame_compile_id=0)))
 
 
+@instantiate_parametrized_tests
 class TestPartitions(Private):
     """What is split off is listed with its code, operator and line; the rest keeps its graphs."""
 
@@ -536,8 +537,3 @@ class TestPartitions(Private):
 
         ((code, _, text),) = self.split(f, graphs=1)
         self.assertEqual((code, text), ("split-host", "n = torch.arange(8).float().exp()"))
-
-
-instantiate_parametrized_tests(TestCulprit)
-instantiate_parametrized_tests(TestMemory)
-instantiate_parametrized_tests(TestPartitions)

@@ -4,8 +4,6 @@ Without a GPU the driver is a fake that keeps graphs in dictionaries, with the r
 kernels for memset and memcpy nodes are compiled for a device, and run by Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re
@@ -474,7 +472,7 @@ for dtype, value, expected in ((torch.int8, 0x17F, 0x7F), (torch.int16, 0x1234, 
         assert torch.equal(target[:count], source[:count]) and not target[count:].any(), (dtype, count)
 print("interpreted")
 """
-        result = form.run_python(code, env={"TRITON_INTERPRET": "1"})
+        result = form.fork_python(code, env={"TRITON_INTERPRET": "1"})
         self.assertEqual(result.stdout, "interpreted\n", result.stderr)
 
 

@@ -1,13 +1,10 @@
 """Tests of library calls that are captured again alone, where a further size launches functions never seen."""
 
-from __future__ import annotations
-
 import threading
 import types
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from stand_ins.relaunch_case import Native, region, RelaunchTestCase
@@ -204,8 +201,7 @@ class TestLibraryCalls(LibraryCallsTestCase):
 
     def test_argument_in_a_list_and_a_part_of_a_tensor(self):
         source = SIZED.replace(
-            "    extern_kernels.square(b, n, out=c)",
-            "    extern_kernels.halves([b[:n // 2], b[n // 2:]], n, out=c)",
+            "    extern_kernels.square(b, n, out=c)", "    extern_kernels.halves([b[:n // 2], b[n // 2:]], n, out=c)"
         )
 
         def halves(parts, n, *, out):
@@ -257,7 +253,3 @@ class TestLibraryCalls(LibraryCallsTestCase):
 
 class TestLibraryCallsInC(Native, TestLibraryCalls):
     pass
-
-
-if __name__ == "__main__":
-    run_tests()

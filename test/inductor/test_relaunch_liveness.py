@@ -1,7 +1,5 @@
 """Which allocations of a captured graph share memory, and where a graph is cut into stages."""
 
-from __future__ import annotations
-
 import random
 import unittest
 from itertools import combinations

@@ -1,8 +1,6 @@
 """What a relaunched region keeps in memory, and for how long: scratch is packed, what is saved lies in chunks, and a
 backward is launched in stages that free what they have used."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -371,10 +369,7 @@ class TestStages(RelaunchTestCase):
 
     def test_each_size_shows_which_inputs_it_frees(self):
         source = region("x, n", "return (x.sum() + n,)")
-        with (
-            mock.patch.object(runner, "LARGE", 64),
-            mock.patch.object(runner, "Watch", wraps=runner.Watch) as watched,
-        ):
+        with mock.patch.object(runner, "LARGE", 64), mock.patch.object(runner, "Watch", wraps=runner.Watch) as watched:
             run = self.backward(source, mutated=())
             held = torch.randn(20)
             for n, inputs in ((4, [torch.randn(4)]), (16, [torch.randn(16)]), (20, [held])):

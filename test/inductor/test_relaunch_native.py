@@ -3,8 +3,6 @@
 The driver is `relaunch_driver`'s.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools
@@ -451,10 +449,7 @@ class TestExec(DriverCase):
         shape = ["1,2,3", "4,5,6", "7", "0x77", "0x88"]
         self.assertEqual(
             lines,
-            [
-                ["kernel", "0xe0", "0x1000", *shape, first],
-                ["kernel", "0xe0", "0x1001", *shape, word(0x9020).hex()],
-            ],
+            [["kernel", "0xe0", "0x1000", *shape, first], ["kernel", "0xe0", "0x1001", *shape, word(0x9020).hex()]],
         )
 
     def test_only_nodes_of_what_moved(self):
@@ -520,8 +515,7 @@ class TestExec(DriverCase):
         self.set()
         self.assertEqual(exec.patch([0x7000, 0x9000]), 2)
         self.assertEqual(
-            self.set(),
-            {0x1000: [word(0x7010).hex(), word(0x9000).hex(), "05000000"], 0x1001: [word(0x9020).hex()]},
+            self.set(), {0x1000: [word(0x7010).hex(), word(0x9000).hex(), "05000000"], 0x1001: [word(0x9020).hex()]}
         )
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
 

@@ -1,14 +1,11 @@
 """Tests of regions whose numbers are parameters: one graph serves all values, and computes what the code computes."""
 
-from __future__ import annotations
-
 import math
 import operator
 import struct
 
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._dynamo.test_case import run_tests
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
@@ -490,7 +487,3 @@ class TestNumbersInC(Native, TestNumbers):
 
 class TestNumbersInTheKeyInC(Native, TestNumbersInTheKey):
     pass
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -1,14 +1,12 @@
 """Tests of what a capture learns of the memory of operators."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import types
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.capture.allocations import FULL, Lives, Operators, Plan, storages
@@ -96,7 +94,3 @@ class TestOperators(TestCase):
         self.operators.plan = Plan(detail=True, asked={0: (1, 300), 1: (1, 700)})
         x = torch.empty(3, 4)
         self.assertEqual([self.run_one(x), self.run_one(x)], [(False, [512]), (False, [1024])])
-
-
-if __name__ == "__main__":
-    run_tests()

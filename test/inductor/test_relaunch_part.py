@@ -1,7 +1,5 @@
 """A part of a captured graph becomes an executable: which nodes are left in the clone, and what is destroyed when."""
 
-from __future__ import annotations
-
 import unittest
 from types import SimpleNamespace
 

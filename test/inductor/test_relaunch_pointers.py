@@ -1,7 +1,5 @@
 """Addresses of tensors, by their fields and by torch's functions."""
 
-from __future__ import annotations
-
 import sys
 from unittest import mock
 

@@ -3,17 +3,12 @@
 All of this runs twice: beside the seams, and by `TestAlone` in a process that has none.
 """
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import gc
 import importlib
 import io
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import unittest
 from types import SimpleNamespace
@@ -528,21 +523,15 @@ class TestGpu(GpuTestCase):
 
 @form.overlay_only
 @unittest.skipIf(ALONE, "is itself in a process without seams")
+@instantiate_parametrized_tests
 class TestAlone(TestCase):
     SOME = "TestNeeds or same or no_hook or inference or training or mutated or bisector"
 
     @parametrize("which", form.sampled([SOME, "not TestAlone"], 2))
     def test_without_a_seam(self, which):
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", __file__, "-k", which]
-        environment = {**os.environ, "TORCH_OVERLAY_DISABLE": "1"}
-        done = subprocess.run(command, env=environment, cwd=form.ROOT, capture_output=True, text=True)
+        arguments = [f"--rootdir={form.ROOT}", "-q", "--tb=short", "-p", "no:cacheprovider", __file__, "-k", which]
+        code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+        done = form.fork_python(code, *arguments, env={"TORCH_OVERLAY_DISABLE": "1"})
         self.assertEqual(done.returncode, 0, done.stdout[-4000:])
         self.assertRegex(done.stdout, r"\d\d passed")
         self.assertIn("skipped: needs a seam", done.stdout, "there were seams")
-
-
-instantiate_parametrized_tests(TestAlone)
-
-
-if __name__ == "__main__":
-    unittest.main()

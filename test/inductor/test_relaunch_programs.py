@@ -5,8 +5,6 @@ to be right. `TestChecker` gives the checker graphs that are wrong on purpose, e
 `TestGpu` runs each program on a GPU; `tools/relaunch_check.py` does the same in parallel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -34,9 +32,10 @@ IN_ONE_PROCESS = [p.name for p in PROGRAMS if p.ranks == 1]
 IN_SEVERAL = [p.name for p in PROGRAMS if p.ranks > 1 and p.name != "collectives"]
 
 
+@instantiate_parametrized_tests
 class TestPrograms(TestCase):
     @parametrize(
-        "name", form.sampled(IN_ONE_PROCESS, 9) + form.sampled(["collectives", *IN_SEVERAL], len(IN_SEVERAL) + 1)
+        "name", form.sampled(IN_ONE_PROCESS, 15) + form.sampled(["collectives", *IN_SEVERAL], len(IN_SEVERAL) + 1)
     )
     def test_without_graphs(self, name: str) -> None:
         program = by_name(name)
@@ -77,6 +76,7 @@ def seams_of(program: Program) -> set[_needs.Need]:
     return {need for need, used in is_used.items() if used}
 
 
+@instantiate_parametrized_tests
 class TestNeeds(TestCase):
     """The programs that `tools/relaunch_check.py --variants policy` lists."""
 
@@ -217,6 +217,7 @@ WRONG = [
 ]
 
 
+@instantiate_parametrized_tests
 class TestChecker(TestCase):
     @parametrize("name,wrong", WRONG)
     def test_wrong_graphs_are_noticed(self, name: str, wrong: type[Wrong]) -> None:
@@ -264,10 +265,7 @@ class TestChecker(TestCase):
     def test_options_reach_every_thread_by_the_environment(self) -> None:
         self.assertEqual(
             Settings("cuda", verify=True).environment(),
-            {
-                "TORCH_OVERLAY_CUDAGRAPHS": "relaunch",
-                "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1",
-            },
+            {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1"},
         )
 
     @form.slow
@@ -281,6 +279,7 @@ class TestChecker(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     """As tools/relaunch_check.py, one program after the other."""
 
@@ -306,9 +305,3 @@ class TestGpu(TestCase):
     @parametrize("name", NAMES)
     def test_relaunch_with_verify(self, name: str) -> None:
         self.check(name, verify=True)
-
-
-instantiate_parametrized_tests(TestPrograms)
-instantiate_parametrized_tests(TestNeeds)
-instantiate_parametrized_tests(TestChecker)
-instantiate_parametrized_tests(TestGpu)

@@ -4,8 +4,6 @@ Which of them is decided where: by Inductor before there is compiled code, by In
 by us at the first calls. Collectives are the case that needs most of it; they are split off.
 """
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from unittest import mock

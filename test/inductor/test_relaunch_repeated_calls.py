@@ -1,7 +1,5 @@
 """Tests of library calls that a capture leaves out, for they repeat earlier ones."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import random
@@ -10,7 +8,7 @@ import weakref
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
@@ -503,6 +501,7 @@ class TestWithRepeats(TestCase):
             self.expand()
 
 
+@instantiate_parametrized_tests
 class TestDrawn(RepeatedCallsTestCase):
     """Regions that are drawn: products and pointwise operations of what was made before, which dies at some time."""
 
@@ -560,10 +559,3 @@ class TestDrawn(RepeatedCallsTestCase):
         self.enterContext(mock.patch.object(library_calls, "LEAVES", (mm,)))
         libraries = types.SimpleNamespace(mm=mm)
         self.assertGreater(self.check(range(count), lambda seed: False, libraries, twice=twice), count // 6)
-
-
-instantiate_parametrized_tests(TestDrawn)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -3,8 +3,6 @@
 What a careless rewrite would get wrong is in `relaunch_programs/host.py`, which runs on a GPU.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch
@@ -12,7 +10,6 @@ from torch._dynamo.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-import form
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor.relaunch.coverage import coverage
@@ -400,7 +397,3 @@ class TestResidents(TestCase):
         for _ in range(20):
             self.residents.on_device(1, 0, torch.zeros(4))
         self.assertEqual(self.residents.copies, steady)
-
-
-if __name__ == "__main__":
-    form.run_tests()

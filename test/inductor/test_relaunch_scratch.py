@@ -3,8 +3,6 @@
 The device is that of `relaunch_device`; its raw memory is counted here, and poisoned when it is freed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from unittest import mock

@@ -3,8 +3,6 @@
 The operator here is one of the host's that raises where the real one would read an address of the wrong memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from unittest import mock
@@ -182,9 +180,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             return torch.full((), 3) if self.is_capturing() else host(3)
 
         run = self.runner(
-            region("x", "buf0 = new(4)", "seed = forward(x, buf0)", "return (buf0, seed)"),
-            verify=True,
-            forward=forward,
+            region("x", "buf0 = new(4)", "seed = forward(x, buf0)", "return (buf0, seed)"), verify=True, forward=forward
         )
         for _ in range(4):
             x = torch.randn(4)

@@ -1,7 +1,5 @@
 """Tests of sizes that share executables: what a new size changes is learned by one capture, and patched."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import threading
@@ -9,7 +7,6 @@ import types
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
@@ -573,7 +570,3 @@ class TestFunctions(RelaunchTestCase):
         functions = self.learned(lambda at: [kernel(0, u64(at(0)))])
         slots, _ = functions.slots_of(self.graph([FillNode(0, 0, self.at(1, 8), 0, 4, 4, 1, 16)]))
         self.assertEqual([(s.parameter, s.region, s.delta) for s in slots], [(0, 1, 8)])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -1,9 +1,5 @@
 """Streams of compiled code in a capture: each is replaced by one that only captures use."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,5 +57,5 @@ class TestAttached(TestCase):
             program = f"import {module}\nfrom torch_overlay._inductor.relaunch.keys import keepers\n"
             program += "from torch_overlay._inductor.relaunch.capture.recording import checks, exchanges\n"
             program += "print(len(exchanges), len(keepers), len(checks))"
-            run = [sys.executable, "-c", program]
-            self.assertEqual(subprocess.run(run, capture_output=True, text=True, check=True).stdout, "2 1 1\n")
+            done = form.fork_python(program)
+            self.assertEqual(done.stdout, "2 1 1\n", done.stderr)

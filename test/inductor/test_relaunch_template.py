@@ -3,8 +3,6 @@
 The proof is pure, so two captures are a few lines of Python here, and no GPU is needed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 import unittest

@@ -1,7 +1,5 @@
 """Branches too small for a stream of their own run on the caller's stream; others stay where the user put them."""
 
-from __future__ import annotations
-
 import torch
 from torch._dynamo.test_case import TestCase
 

@@ -1,7 +1,5 @@
 """Regions of short kernels keep to the caller's stream in calls that find the device idle; others never do."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The account of a plan's memory: what is alive at the peak, and what lives longer than on one stream, and why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

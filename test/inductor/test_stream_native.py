@@ -1,7 +1,5 @@
 """Regions where the C module is not built, and inside a capture on a GPU; the others are in `unit/csrc`."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

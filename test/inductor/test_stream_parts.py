@@ -1,7 +1,5 @@
 """Accesses to parts of one buffer: which are provably disjoint, and the plans that follow from it."""
 
-from __future__ import annotations
-
 import itertools
 
 import corpus
@@ -65,6 +63,7 @@ class TestSpans(TestCase):
                 self.assertTrue(numbers[i] & numbers[j], accesses)
 
 
+@instantiate_parametrized_tests
 class TestPlansOfParts(TestCase):
     def compiled(self, name: str):
         program = by_name(name)
@@ -112,6 +111,3 @@ class TestPlansOfParts(TestCase):
         for mode in (None, "reduce-overhead"):
             report = corpus.check_program(by_name(name), mode, misaligned=True)
             self.assertEqual(corpus.findings(report), [], str(report))
-
-
-instantiate_parametrized_tests(TestPlansOfParts)

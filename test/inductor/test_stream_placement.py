@@ -1,10 +1,9 @@
 """What passes make runs where the user put what it stands for."""
 
-from __future__ import annotations
-
 import functools
 import random
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,6 +11,7 @@ from corpus import check_program, findings
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.test_case import TestCase
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
@@ -25,11 +25,6 @@ from stream_programs.drawn.writer import write
 from torch_overlay import config
 from torch_overlay.testing import compile_only, observe, placement_checked, simulated_gpu
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch.fx import Graph, GraphModule
 
 aten = torch.ops.aten
 
@@ -46,6 +41,7 @@ def waits(plan: Any) -> int:
     return sum(len(event.waits) for event in plan.events) + len(plan.boundary_waits)
 
 
+@instantiate_parametrized_tests
 class TestOneSideStream(TestCase):
     """All of a function is on one side stream, and so is all that compiled code does."""
 
@@ -153,6 +149,3 @@ def _then(passes: Callable[..., Any], change: Callable[[Graph], None]) -> Callab
         return result
 
     return both
-
-
-instantiate_parametrized_tests(TestOneSideStream)

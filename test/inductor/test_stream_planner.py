@@ -3,8 +3,6 @@
 The planner imports no torch, and neither do these tests: they run in milliseconds.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import unittest

@@ -5,8 +5,6 @@ is shrunk and printed. `tools/fuzz` does the same for as many as one wants, on a
 found: each program was compiled wrong once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import unittest
 import unittest.mock
@@ -31,6 +29,7 @@ from torch_overlay.analysis.race_check.trace import Memory, Trace
 EXAMPLES = 40 if form.PATCHED else 160
 
 
+@instantiate_parametrized_tests
 class TestDrawn(TestCase):
     @form.slow
     @settings(
@@ -191,8 +190,9 @@ class TestGenerator(TestCase):
         self.assertLess(len(small.steps), 4)
 
 
+@instantiate_parametrized_tests
 class TestFound(TestCase):
-    @parametrize("name", form.sampled(list(found.PROGRAMS), 15))
+    @parametrize("name", form.sampled(list(found.PROGRAMS), 31))
     def test_is_ordered(self, name: str) -> None:
         for mode in COMPILED:
             verdict = judge(found.PROGRAMS[name], [mode], on_gpu=False)
@@ -200,6 +200,7 @@ class TestFound(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     @parametrize("name", list(found.PROGRAMS))
     def test_equals_ordered_eager(self, name: str) -> None:
@@ -207,8 +208,3 @@ class TestGpu(TestCase):
 
         for mode in COMPILED:
             check_mode(as_program(found.PROGRAMS[name], name), mode, seeds=5)
-
-
-instantiate_parametrized_tests(TestDrawn)
-instantiate_parametrized_tests(TestFound)
-instantiate_parametrized_tests(TestGpu)

@@ -2,8 +2,6 @@
 numbers, which Inductor has no views of its own for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -25,10 +23,7 @@ OF_INPUTS = {
     "view_as_complex": (lambda z: torch.view_as_complex(z) * 2, (8, 16, 2), torch.float32),
     "other_type": (lambda z: z.view(torch.int16) * 2, (8, 16), torch.float32),
 }
-SAVED = {
-    "conj": lambda z: (z * z.conj()).real,
-    "unbind": lambda z: (z.unbind(0)[0] * z.unbind(0)[1].conj()).real,
-}
+SAVED = {"conj": lambda z: (z * z.conj()).real, "unbind": lambda z: (z.unbind(0)[0] * z.unbind(0)[1].conj()).real}
 
 
 def forked(side: torch.cuda.Stream, compute: Any, then: Any = lambda value: value) -> Any:
@@ -45,6 +40,7 @@ def forked(side: torch.cuda.Stream, compute: Any, then: Any = lambda value: valu
     return fn
 
 
+@instantiate_parametrized_tests
 class TestViews(TestCase):
     def check(self, fn: Any, *args: Any, **kwargs: Any) -> None:
         report = check(fn, *args, **kwargs)
@@ -101,12 +97,3 @@ class TestViews(TestCase):
     def test_saved_view_is_memory_of_the_stream_that_made_what_it_views(self, kind: str) -> None:
         fn = forked(torch.cuda.Stream(), lambda x: torch.complex(x, x + 1), SAVED[kind])
         self.check(fn, torch.ones(8, 16, device="cuda", requires_grad=True), backward=True)
-
-
-instantiate_parametrized_tests(TestViews)
-
-
-if __name__ == "__main__":
-    from torch._inductor.test_case import run_tests
-
-    run_tests()

@@ -8,8 +8,6 @@ goldens. `TestGpu` runs each program on a GPU under injected delays and compares
 written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -66,6 +64,7 @@ def complete(wrapper: str) -> bool:
     return "async_compile = " in wrapper
 
 
+@instantiate_parametrized_tests
 class TestCorpus(TestCase):
     """Each program compiles, in one graph unless it breaks one on purpose, to a wrapper that orders what it must."""
 
@@ -849,8 +848,7 @@ class TestPasses(TestCase):
     def test_matmul_patterns(self) -> None:
         """A sum with a product becomes one kernel."""
         seen = self.compile(
-            self.forked(lambda x, w, b: b + x @ w),
-            *[torch.randn(64, 64, device="cuda") for _ in range(3)],
+            self.forked(lambda x, w, b: b + x @ w), *[torch.randn(64, 64, device="cuda") for _ in range(3)]
         )
         self.assertIn("addmm", "".join(seen.wrappers))
         self.assert_all_placed(seen)
@@ -1018,6 +1016,7 @@ class TestPasses(TestCase):
 
 
 @form.needs_gpu
+@instantiate_parametrized_tests
 class TestGpu(TestCase):
     """50 calls of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 
@@ -1035,7 +1034,3 @@ class TestGpu(TestCase):
     @parametrize("name,mode", PAIRS)
     def test_delays_inside(self, name: str, mode: str) -> None:
         self.check(name, mode, sleeps=True)
-
-
-instantiate_parametrized_tests(TestCorpus)
-instantiate_parametrized_tests(TestGpu)

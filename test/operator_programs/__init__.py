@@ -9,19 +9,15 @@ waits, computes on the side stream, and lets the current stream wait. What the s
 read after the call (`on_side`), the rest only the current one.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 DEFAULT, GRAPHS, FOLDED = "default", "reduce-overhead", "folded"  # folded: with graphs, and small branches folded
 MODES = (DEFAULT, GRAPHS, FOLDED)

@@ -1,9 +1,7 @@
 """Compiles a case for the simulated GPU and asks the happens-before check for races and lost promises."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -14,11 +12,8 @@ from stream_programs._quiet import quiet
 from stream_programs.drawn.checked import findings
 from torch_overlay import config
 from torch_overlay.analysis import check
+from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.testing import simulated_gpu
-
-
-if TYPE_CHECKING:
-    from torch_overlay.analysis.race_check.race_report import Report
 
 
 class Unfit(Exception):

@@ -9,20 +9,16 @@ With `compiled=False` eager itself is held to the same, and with `streams=False`
 streams. On a CPU there are no streams.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from operator_programs import build, Case, FOLDED, GRAPHS, NoSample, sample, VARIANTS
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 CALLS = 5
 LATE = 400_000  # clock cycles

@@ -1,21 +1,17 @@
 """What a program is, how it is run, and what is expected of it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect
 import linecache
 import re
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
 import torch.utils._pytree as pytree
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 SIZE = 128
 CALLS = 20

@@ -1,16 +1,12 @@
 """Custom operators that do what a capture doesn't allow. All compute `sin`."""
 
-from __future__ import annotations
-
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from outside_programs._program import program
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KEPT: list[torch.Tensor] = []
 

@@ -1,7 +1,5 @@
 """What ends a graph in Dynamo, so that two regions get graphs of their own."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operators of torch that call libraries, or the host, in ways that a capture may not allow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ name, each with operator and line; and of the fixed form all kernels are in grap
 results in less time. One doctor works at a time, after all programs are judged, for it measures times.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import fcntl

@@ -1,7 +1,5 @@
 """What Inductor splits off when it compiles the code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

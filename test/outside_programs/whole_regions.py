@@ -1,7 +1,5 @@
 """What keeps all of a function's code out of graphs, or most of its calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Without a GPU the sides are eager twice, which must agree bit by bit (the progra
 addresses, on time or on the other), and `traced`, which shows that Dynamo and AOTAutograd take the program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -16,18 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from relaunch_programs._needs import NEEDS
 from relaunch_programs._program import Kit, Program
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 SLACK = 2048  # bytes that a run may leave in the allocator

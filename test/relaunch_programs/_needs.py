@@ -1,8 +1,6 @@
 """Lists the programs that have their graphs with a seam only: a `RelaunchPolicy` alone runs them without, or with
 fewer. What they compute has to be right all the same. Note [What a policy can't do] of `policy`"""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

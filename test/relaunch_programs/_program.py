@@ -21,21 +21,16 @@ Between two calls `steps` frees and fills memory: freed blocks are poisoned, fre
 graph that remembers an address reads NaN, or writes where the next check looks.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
 import inspect
 import random
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 CALLS = 8  # run as compiled, capture, and six relaunches

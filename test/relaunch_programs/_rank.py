@@ -1,7 +1,5 @@
 """One rank of a program of several: python -m relaunch_programs._rank NAME SETTINGS, with torchrun's variables set."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

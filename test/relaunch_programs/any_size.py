@@ -3,21 +3,13 @@
 Dynamo may compile a program more than once, each time with a capture: `captures` allows a few.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torch.nn import functional as F
 
 from relaunch_programs._program import Kit, program
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 
 SIZES = ((37, 300), (5, 64), (41, 7), (6, 1000), (3000, 33), (7, 7), (37, 300), (513, 65), (2, 2), (64, 4096), (5, 64))

@@ -4,8 +4,6 @@ Memory-efficient attention keeps a seed in host memory outside of a capture and 
 runs another way than its forward did reads an address of the wrong memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,20 +1,15 @@
 """Composition: several compiled functions, graph breaks, threads and streams in one program."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from relaunch_programs._program import Kit, program
 from relaunch_programs.outputs import mix
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @program("two compiled functions take turns in changing order", launches=12)

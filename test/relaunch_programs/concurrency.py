@@ -1,7 +1,5 @@
 """Kernels that a graph runs side by side: what they read and write, and the memory that they share."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

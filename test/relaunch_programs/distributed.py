@@ -6,8 +6,6 @@ The models have a `forward` of their own. DDP and FSDP2 do their work in eager c
 that calls code of the user's; in torch's own modules it begins no graph. An nn.Sequential under DDP is not compiled.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,7 +1,5 @@
 """Environment: what is around the call. Streams, captures, pools, allocator settings, memory that runs out."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Where the region is rewritten, it keeps a copy on the device; each program would
 memory, if that were done carelessly.
 """
 
-from __future__ import annotations
-
 import torch
 
 from relaunch_programs._program import Kit, program

@@ -1,7 +1,5 @@
 """Layouts: dtypes, strides, alignment, sizes, and inputs that are no GPU tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from relaunch_programs._program import Kit, program

@@ -1,7 +1,5 @@
 """Lifetime: exceptions, resets, deletion, exit. The check of every program adds: nothing is left behind."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import sys

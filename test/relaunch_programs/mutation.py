@@ -1,7 +1,5 @@
 """Mutation: inputs, buffers and caches that are written in place. Upstream's graphs skip most of these programs."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

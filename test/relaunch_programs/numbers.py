@@ -1,7 +1,5 @@
 """Numbers: one graph computes with the number of each launch, or there is a graph for each number."""
 
-from __future__ import annotations
-
 import math
 
 import torch

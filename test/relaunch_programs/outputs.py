@@ -1,7 +1,5 @@
 """Outputs: how long they live, what they alias, what they are fed to."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

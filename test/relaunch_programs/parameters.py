@@ -1,7 +1,5 @@
 """Parameters: static inputs whose address stays, until the user moves them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ Eager and compiled code draw different numbers, so the oracle is the function co
 Inductor for eager's generators, and has eager as its oracle, too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

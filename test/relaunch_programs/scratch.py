@@ -1,18 +1,14 @@
 """Scratch memory of graphs, launch after launch."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from relaunch_programs._program import Kit, program
 from relaunch_programs.composition import in_threads, thread_kits
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OFTEN = 24  # calls
 

@@ -1,7 +1,5 @@
 """Shapes: one template for each, bounded; what was compiled for any size is captured for this one."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,19 +1,11 @@
 """Sizes that share an executable: what a launch of another size left in the nodes must never be seen."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 
 from relaunch_programs._program import Kit, program
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 
 def in_turn(k: Kit, sizes: tuple[int, ...], rounds: int = 4) -> Iterator[int]:

@@ -1,7 +1,5 @@
 """Training: forwards and backwards in every order, and what users put between them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

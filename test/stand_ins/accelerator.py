@@ -6,10 +6,9 @@
 where `backend` calls `take_operations(gm)`.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,10 +16,6 @@ import torch._dynamo.guards
 import torch._dynamo.utils
 
 from torch_overlay._dynamo import objects
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def stream(stream_id: int, device: int = 0) -> torch.Stream:

@@ -1,7 +1,5 @@
 """Stand-ins for the CUDA driver, as shared libraries over which the C module is built."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -56,8 +54,5 @@ def build_module(source: str, folder: str, **parts: str) -> tuple[Any, ctypes.CD
     for name, text in parts.items():
         sources.joinpath(f"{name}.c").write_text(text)
     flags = (*csrc.FLAGS, *_objects()[1])
-    with (
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
-        mock.patch.multiple(csrc, FOLDER=sources, FLAGS=flags),
-    ):
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder), mock.patch.multiple(csrc, FOLDER=sources, FLAGS=flags):
         return csrc.build(library), ctypes.CDLL(library)

@@ -1,7 +1,5 @@
 """Addresses and parameter words as a capture would have them."""
 
-from __future__ import annotations
-
 import struct
 
 import form  # noqa: F401

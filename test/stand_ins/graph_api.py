@@ -1,7 +1,5 @@
 """The driver's functions that read and edit a graph, over a graph in Python."""
 
-from __future__ import annotations
-
 import ctypes
 
 from stand_ins.captured_words import u64

@@ -5,8 +5,6 @@ addresses that are still mapped, and any of it while the thread's capture mode i
 line.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 

@@ -1,7 +1,5 @@
 """Test cases that relaunch regions on the stand-in driver."""
 
-from __future__ import annotations
-
 import gc
 from unittest import mock
 

@@ -15,7 +15,8 @@ import mmap
 import struct
 import threading
 import weakref
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -40,9 +41,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNo
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay.orders import only_order
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ARENA = 1 << 20
 CPU = torch.device("cpu")
@@ -416,13 +414,7 @@ class NativeLauncher(Launcher):
     direct = True
     MOST = 64
 
-    def __init__(
-        self,
-        device: FakeDevice,
-        template: Any,
-        varies: Any = None,
-        of: NativeLauncher | None = None,
-    ) -> None:
+    def __init__(self, device: FakeDevice, template: Any, varies: Any = None, of: NativeLauncher | None = None) -> None:
         super().__init__(device, template)
         if of is None:
             self.places = [

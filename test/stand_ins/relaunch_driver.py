@@ -3,8 +3,6 @@
 The driver is a few hundred lines of C: memory as in `memory_driver`, and the patching and launching of executables.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import tempfile

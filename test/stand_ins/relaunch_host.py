@@ -5,24 +5,19 @@ Dynamo, AOTAutograd and Inductor run in full, up to the generated module: in its
 generated from is run, an operator at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.codecache import PyCodeCache
 
+from stand_ins.relaunch_device import FakeDevice
 from torch_overlay._inductor.relaunch import policy, runner
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stand_ins.relaunch_device import FakeDevice
 
 WHOLE = """
 def call(args):

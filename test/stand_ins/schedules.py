@@ -8,11 +8,10 @@
 Inside, `V.graph` is the graph that was lowered.
 """
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,7 +25,7 @@ from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, map_arg
+from torch.fx import Graph, GraphModule, map_arg, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.testing._internal.common_utils import TestCase
 
@@ -34,11 +33,6 @@ import form  # noqa: F401
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import note_fact
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch.fx import Node
 
 PROPERTIES = SimpleNamespace(
     type="cuda",

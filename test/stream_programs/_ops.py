@@ -1,7 +1,5 @@
 """Custom operators that the programs call: a kernel that takes long, and operators as libraries write them."""
 
-from __future__ import annotations
-
 import torch
 
 

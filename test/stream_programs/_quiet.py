@@ -1,14 +1,8 @@
 """Programs that break graphs on purpose need not say so."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
-from typing import TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager

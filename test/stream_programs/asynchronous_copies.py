@@ -5,8 +5,6 @@ In eager the call returns at once, but for columns, which it gathers on the host
 the same memory, on the same stream.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

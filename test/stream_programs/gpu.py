@@ -14,21 +14,16 @@ such help, in bursts of calls:
 Half of the bursts run with another current stream than the default one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random
-from typing import Any, TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from stream_programs._program import Inputs, Instance, Program
+from stream_programs._program import Inputs, Instance, Program
 
 
 DELAYS = (0, 0, 200_000, 1_000_000, 3_000_000)  # clock cycles; a million is about half a millisecond

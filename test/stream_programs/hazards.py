@@ -1,7 +1,5 @@
 """What upstream's users reported, forward programs: each is named after what went wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

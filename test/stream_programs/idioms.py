@@ -1,7 +1,5 @@
 """Every way to make, hold, enter, ask and pass streams and events."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

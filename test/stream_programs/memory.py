@@ -1,7 +1,5 @@
 """Lifetimes: whose memory a block is, when it may be freed, and who may take it next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

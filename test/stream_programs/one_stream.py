@@ -5,20 +5,13 @@ himself, the scatters of an update through views, write-backs and the nodes that
 otherwise the caller waits for more, and who waits for the side stream alone reads too early.
 """
 
-from __future__ import annotations
-
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
+from stream_programs._program import Kit, MakeInputs, matrices, Program, program, tensors, whole_numbers
 from stream_programs.training import training, trains
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from stream_programs._program import MakeInputs, Program
 
 
 def on_side(side: torch.cuda.Stream, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,5 @@
 """Several streams write and read parts of one tensor: in place, and side by side where the parts are disjoint."""
 
-from __future__ import annotations
-
 import torch
 
 from stream_programs._program import fork, join, matrices, program, tensors, whole_numbers

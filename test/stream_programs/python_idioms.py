@@ -1,7 +1,5 @@
 """Python around streams: where programs keep them, how they enter them, what they ask and print."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

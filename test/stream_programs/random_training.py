@@ -8,8 +8,6 @@ that sums stay small whole numbers and results can be compared exactly; under au
 tolerance, since fused code rounds less often.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

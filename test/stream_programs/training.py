@@ -5,8 +5,6 @@ rest, the call of `backward` above all, is eager. The caller reads losses and gr
 after `backward`, as autograd allows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Training with compiled autograd, which traces a whole backward pass instead of running it in autograd's engine."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

@@ -3,8 +3,6 @@
 The caller reads what was mutated right after the call that mutates it, and losses and gradients right after `backward`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

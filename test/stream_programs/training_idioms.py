@@ -1,7 +1,5 @@
 """What users put around a forward with streams: hooks, optimizers, checkpoints, precision, transforms, threads."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -4,8 +4,6 @@ What the host reads must have arrived: these programs do the waiting that eager 
 moves a synchronisation in front of the work that it waits for hands stale host memory on.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

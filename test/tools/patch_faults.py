@@ -11,8 +11,6 @@ must be whole, or `--check` must say that it is not, and the next run, in either
 was asked for and nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import errno
@@ -23,8 +21,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +32,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 import apply_patches  # noqa: E402
 import series  # noqa: E402
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Tree = dict[str, Any]
 EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.chmod", "os.utime", "os.truncate"}

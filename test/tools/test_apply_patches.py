@@ -1,7 +1,5 @@
 """tools/apply_patches.py: applies to a pristine tree, refuses every other by name, and undoes itself byte for byte."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -103,21 +101,6 @@ class TestApplyPatches(unittest.TestCase):
         self.assertEqual(self.pristine, snapshot(self.root))
         self.assertFalse((self.root / "torch" / "_overlay").exists())
 
-    def test_git_applies_the_series_to_the_same_result(self) -> None:
-        self.succeeds(self.root)
-        ours = snapshot(self.root)
-        self.succeeds("--reverse", self.root)
-        import export_patches  # needs the overlay's table of seams
-
-        full = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.assertEqual(export_patches.main(["--full", "--out", str(full)]), 0)
-        for name in (full / "series").read_text().split():
-            command = ["git", "apply", "--unsafe-paths", "--whitespace=nowarn", "--directory", str(self.root)]
-            subprocess.run([*command, str(full / name)], check=True, cwd=self.root, capture_output=True)
-        theirs = snapshot(self.root)
-        self.assertEqual({name: text for name, (text, _) in ours.items()}, {n: text for n, (text, _) in theirs.items()})
-
     def test_check_changes_nothing(self) -> None:
         self.assertIn("would be applied", self.succeeds("--check", self.root))
         self.assertEqual(self.pristine, snapshot(self.root))
@@ -199,18 +182,6 @@ class TestApplyPatches(unittest.TestCase):
                 self.assertIn("disk full", self.refused("--reverse", self.root))
         self.succeeds("--reverse", self.root)
         self.assertEqual(self.pristine, snapshot(self.root))
-
-    def test_links_inside_of_the_tree_stay_links(self) -> None:
-        file, link = self.root / "torch" / "elsewhere.py", self.root / self.edited[0]
-        link.rename(file)
-        link.symlink_to(file)
-        before = snapshot(self.root)
-        self.succeeds(self.root)
-        self.assertTrue(link.is_symlink())
-        self.assertIn("torch._overlay", file.read_text())
-        self.succeeds("--reverse", self.root)
-        self.assertTrue(link.is_symlink())
-        self.assertEqual(before, snapshot(self.root))
 
     def test_a_link_that_leads_out_of_the_tree_is_refused(self) -> None:
         """What it leads to may be another tree's, too."""

@@ -3,8 +3,6 @@
 None of the libraries is needed: rows import them in processes of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -183,7 +181,3 @@ class TestProcesses(unittest.TestCase):
         args = argparse.Namespace(limit=60.0, timeout=0.01, out=None, jobs=1, device="cpu", steps=1, autotune=False)
         with contextlib.redirect_stderr(io.StringIO()):
             self.assertEqual(clients.Runs(args).once("server", "off"), {"error": "no answer in time"})
-
-
-if __name__ == "__main__":
-    unittest.main()

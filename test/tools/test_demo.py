@@ -30,9 +30,7 @@ if not form.PATCHED:
 
 
 def run_demo(*arguments: str, folder: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(form.ROOT), "CUDA_VISIBLE_DEVICES": "", **env}
-    command = [sys.executable, "-m", "torch_overlay", "demo", "--out", folder, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder)
+    return form.fork_command("demo", "--out", folder, *arguments, env={"CUDA_VISIBLE_DEVICES": "", **env})
 
 
 @form.overlay_only

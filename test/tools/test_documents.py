@@ -1,7 +1,5 @@
 """Tests the pages: length, links, names, prose, commands, figures, programs, and the chart of the README."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -4,8 +4,6 @@ Counts are measured here, of real programs, and the changes are made to what is 
 program, to the overlay's own functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -15,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import counts
@@ -30,16 +29,12 @@ import relaunch_counts
 import shapes
 import stream_counts
 import streams
+from records import Figures
 
 import form
 from torch_overlay._inductor.relaunch.memory import packing
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from records import Figures
 
 ABOUT = {"device": "a-device", "hardware": "a device", "commit": "1234567"}
 PROGRAM, GRAPHED = "copy_to_input, default", "copy_to_input, reduce-overhead"

@@ -1,7 +1,5 @@
 """The bench of whole models: its rows, and what its table says. How many processes the bench of shapes starts."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import unittest
@@ -11,8 +9,6 @@ from typing import Any
 import model_rows
 import models
 import shapes
-
-import form
 
 
 def side(us: float, seen: str = "a", noise: float = 0.1, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -104,7 +100,3 @@ class TestRows(unittest.TestCase):
                 for name in changes.keys() - {"use_cache"}:  # encoders don't have it
                     self.assertEqual(getattr(made, name), changes[name])
                 self.assertTrue(hasattr(transformers, model))
-
-
-if __name__ == "__main__":
-    form.run_tests()

@@ -1,7 +1,5 @@
 """The benchmark of offload: its table of what there is, and who measures when."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

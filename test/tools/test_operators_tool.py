@@ -1,8 +1,5 @@
 """What `tools/operators.py` makes of failures: those that PyTorch without the overlay has as well don't count."""
 
-from __future__ import annotations
-
-import unittest
 from typing import Any
 
 from torch.testing._internal.common_utils import TestCase
@@ -53,7 +50,3 @@ class TestVerdicts(TestCase):
     def test_what_time_was_too_short_for_is_counted_by_variant(self) -> None:
         late = [worker_pool.Result(case, "skipped", "out of time") for case in self.CASES]
         self.assertIn("out of time: 2 forward", tool.summary(late))
-
-
-if __name__ == "__main__":
-    unittest.main()

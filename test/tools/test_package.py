@@ -1,7 +1,5 @@
 """What is built for users: a wheel and an sdist have all that the package needs, and work where they are installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -87,7 +85,6 @@ class TestPackage(TestCase):
 
     def run_installed(self, installed: Path, text: str) -> None:
         paths = [str(installed), str(form.ROOT / "test"), str(form.ROOT / "test" / "inductor")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_OVERLAY_DISABLE": ""}
-        command = [sys.executable, "-c", "import sys\n" + textwrap.dedent(text), str(installed)]
-        done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True)
+        environment = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_OVERLAY_DISABLE": ""}
+        done = form.fork_python("import sys\n" + textwrap.dedent(text), str(installed), env=environment)
         self.assertEqual(done.returncode, 0, done.stderr)

@@ -1,7 +1,5 @@
 """The relaunch check and the relaunch benchmark, as far as they go without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io
@@ -166,8 +164,9 @@ class TestBench(unittest.TestCase):
                 {"row": "decode", "side": "trees", "error": "boom\nboom"},
             ]
             file.write_text("".join(json.dumps({**line, "about": about}) + "\n" for line in lines))
-            command = [sys.executable, str(TOOLS / "bench/relaunch.py"), "--read", str(file), "--out", folder]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            code = f"import runpy, sys; sys.path.insert(0, {str(TOOLS / 'bench')!r})\n"
+            code += f"runpy.run_path({str(TOOLS / 'bench/relaunch.py')!r}, run_name='__main__')"
+            done = form.fork_python(code, "--read", str(file), "--out", folder)
             (line,) = Path(folder, "relaunch.jsonl").read_text().splitlines()
         self.assertIn("a GPU, torch None, commit c", done.stdout)
         self.assertRegex(done.stdout, r"decode step, KV cache in place, 12 layers +relaunch +10\.0 +-")

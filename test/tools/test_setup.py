@@ -1,7 +1,5 @@
 """`tools/setup`: which Python it takes, what it installs, and that each of its refusals says what to do."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

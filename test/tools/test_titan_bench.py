@@ -1,7 +1,5 @@
 """The benchmark of training at scale: what it makes of arguments and answers."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -25,8 +23,6 @@ import titan_process
 import titan_results
 import torch
 from titan_config import Row
-
-import form
 
 
 ROW = Row("70B", 4, 4096)
@@ -317,7 +313,3 @@ class TestStandIns(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, f"torchtitan calls {name}, which this benchmark leaves out"):
                 module.load("data")
         self.assertNotIn(name, sys.modules)
-
-
-if __name__ == "__main__":
-    form.run_tests()

@@ -3,8 +3,6 @@
 In processes of their own: torchtitan changes functions of torch when it is imported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -178,7 +176,3 @@ class TestTorchtitan(unittest.TestCase):
         # Blocks that share their compiled code may share a graph, too.
         self.assertEqual([none["captures"], relaunch["captures"] >= 2, whole["captures"]], [0, True, 1])
         self.assertGreater(whole["nodes"], relaunch["nodes"])
-
-
-if __name__ == "__main__":
-    form.run_tests()

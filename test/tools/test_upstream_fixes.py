@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, TestCase
 
@@ -18,9 +18,6 @@ import form
 if not form.PATCHED:
     import run_patched
     from series import fixed, installed_root, read_fixes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 FIXES = {} if form.PATCHED else read_fixes()
 QUICK = "wrapped-numbers"  # compiles nothing

@@ -1,7 +1,5 @@
 """Cases in parallel processes: what a case does to its process costs that case, and no other."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -5,28 +5,21 @@ that orders nothing; no pass may leave an operation without its placement. Eager
 first: a program that races there would be the generator's fault (`Invalid`).
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 
 import form  # noqa: F401
-from stream_programs._program import Kit
+from stream_programs._program import Kit, Program
 from stream_programs._quiet import quiet
 from stream_programs.drawn.unwritten import pieces, unwritten
 from torch_overlay import config
 from torch_overlay.analysis.race_check.checking import CALLER, check
-from torch_overlay.analysis.race_check.race_report import describe
+from torch_overlay.analysis.race_check.happens_before import Race
+from torch_overlay.analysis.race_check.race_report import describe, Promise, Report
 from torch_overlay.analysis.race_check.trace import Boundary, ENGINE, HOST
 from torch_overlay.testing import placement_checked, simulated_gpu
-
-
-if TYPE_CHECKING:
-    from stream_programs._program import Program
-    from torch_overlay.analysis.race_check.happens_before import Race
-    from torch_overlay.analysis.race_check.race_report import Promise, Report
 
 
 class Invalid(AssertionError):

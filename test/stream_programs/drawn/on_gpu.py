@@ -5,19 +5,14 @@ read at once, and dropped memory is overwritten. Delays are shorter here and dra
 the program's own operations included, as far as no CUDA graph holds them.
 """
 
-from __future__ import annotations
-
 import random
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 
 import form
 from stream_programs import _ops, gpu
-
-
-if TYPE_CHECKING:
-    from stream_programs._program import Program
+from stream_programs._program import Program
 
 
 MODES = ("default", "reduce-overhead", "trees")

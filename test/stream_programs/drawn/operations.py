@@ -8,14 +8,9 @@ A value is of a kind: r is real, c complex, l a list of real tensors, i the bits
 of the operands, `gives` that of the result. The shape of a list is the tuple of its tensors' shapes.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 
 SIZE = 32

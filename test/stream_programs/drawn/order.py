@@ -6,8 +6,6 @@ hands on included: what is freed lies in a pool of its stream, and the next allo
 touched it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any, TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
+from typing import Any
 
 
 Step = tuple[str, int, int, int]

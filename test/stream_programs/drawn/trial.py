@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -16,10 +16,6 @@ from torch._inductor.graph import GraphLowering
 from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.steps import smaller, Spec
 from stream_programs.drawn.writer import write, Written
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 COMPILED = ("default", "reduce-overhead")

@@ -4,17 +4,9 @@
 that allocates a result a second time, or writes half of it, has no more than that.
 """
 
-from __future__ import annotations
+from collections.abc import Iterable
 
-from typing import TYPE_CHECKING
-
-from torch_overlay.analysis.race_check.trace import Alloc, Free, Launch
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch_overlay.analysis.race_check.trace import Memory, Operation, View
+from torch_overlay.analysis.race_check.trace import Alloc, Free, Launch, Memory, Operation, View
 
 
 def pieces(view: View) -> list[tuple[int, int]]:

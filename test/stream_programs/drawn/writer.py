@@ -7,10 +7,8 @@ there isn't (a second value of this shape, a value that may be written in place)
 launched at its end, or leaves some streams for the caller to join.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from stream_programs.drawn.operations import (
     CLAMPS,
@@ -28,10 +26,7 @@ from stream_programs.drawn.operations import (
     VIEWS,
 )
 from stream_programs.drawn.order import CURRENT, HOST, Order, Storage
-
-
-if TYPE_CHECKING:
-    from stream_programs.drawn.steps import Spec, Step
+from stream_programs.drawn.steps import Spec, Step
 
 
 MAX_BOUND = 64.0

@@ -85,10 +85,7 @@ class TestGraphNotes(TestCase):
 
         facts, *_ = self.one(f, torch.ones(3))
         targets = {name: (fact.eager_targets, fact.eager_storage) for name, fact in facts.items() if fact.eager_targets}
-        expected = {
-            "relu": ((1,), (("y", 1),)),
-            "mul__tensor": ((-1,), (("l_x_", None),)),
-        }
+        expected = {"relu": ((1,), (("y", 1),)), "mul__tensor": ((-1,), (("l_x_", None),))}
         self.assertEqual(targets, expected)
 
     def test_storage_that_is_updated(self):

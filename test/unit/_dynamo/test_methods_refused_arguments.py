@@ -31,6 +31,7 @@ CALLS = [
 ]
 
 
+@instantiate_parametrized_tests
 class TestRefusedArguments(torch._dynamo.test_case.TestCase):
     @parametrize("number", range(len(CALLS)))
     def test_is_refused(self, number):
@@ -54,6 +55,3 @@ class TestFullGraph(torch._dynamo.test_case.TestCase):
         self.enterContext(config.patch(streams=True))
         compiled = torch.compile(lambda x: x + 1 if threading.get_ident() > 0 else x, backend="eager", fullgraph=True)
         self.assertEqual(compiled(torch.ones(2)), torch.full((2,), 2.0))
-
-
-instantiate_parametrized_tests(TestRefusedArguments)

@@ -59,11 +59,7 @@ class TestStreamOperators(TestCase):
         leave = objects.enter("a", "b", "c")
         with (
             mock.patch.object(torch.cuda, "stream", stream),
-            mock.patch.object(
-                torch.cuda,
-                "is_current_stream_capturing",
-                lambda: current[-1] in captured,
-            ),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: current[-1] in captured),
         ):
             found = [ops.is_capturing(*pair).item() for pair in ((0, 1), (1, 0), (1, 2))]
         leave()

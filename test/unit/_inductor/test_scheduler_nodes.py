@@ -110,10 +110,7 @@ class TestMemory(SchedulerNodesTestCase):
             for output in outputs:
                 self.assertEqual(kernel_of(output.node), kernel.get_name())
                 self.assertEqual(parts_of(output.node), {kernel.get_name()})
-            self.assertEqual(
-                [kernel_of(value) for value in V.graph.graph_outputs],
-                [kernel.get_name()] * 2,
-            )
+            self.assertEqual([kernel_of(value) for value in V.graph.graph_outputs], [kernel.get_name()] * 2)
             self.assertIsNone(kernel_of(kernel.node))
 
     def test_call_that_returns_a_view(self):

@@ -126,17 +126,7 @@ int cuGraphDestroyNode(Handle node) {
 """
 ADD = (7, 0, 0, (2, 3, 4), (32, 2, 1), 48, "add")
 ADD += (((0, b"\xaa\xaa" + bytes(6)), (8, b"\5\0\0\0")), b"")
-PACKED = (
-    0,
-    9,
-    3,
-    (1, 1, 1),
-    (8, 1, 1),
-    0,
-    "packed",
-    ((0, b"\xbb\xbb" + bytes(6)),),
-    b"",
-)
+PACKED = (0, 9, 3, (1, 1, 1), (8, 1, 1), 0, "packed", ((0, b"\xbb\xbb" + bytes(6)),), b"")
 
 
 @unittest.skipUnless(has_triton_package(), "Triton builds the module")
@@ -165,11 +155,7 @@ class TestNativeRead(TestCase):
 
     def test_structure(self):
         edges = [(11, 12, True), (12, 13, True), (11, 13, False)]
-        wanted = cu.Structure(
-            [11, 12, 13],
-            [cu.KERNEL, cu.EMPTY, cu.KERNEL],
-            [cu.Edge(*edge) for edge in edges],
-        )
+        wanted = cu.Structure([11, 12, 13], [cu.KERNEL, cu.EMPTY, cu.KERNEL], [cu.Edge(*edge) for edge in edges])
         self.assertEqual(self.driver.structure(1), wanted)
         self.assertEqual(self.driver.structure(2), cu.Structure([], [], []))
         self.assertEqual([self.driver.count(graph) for graph in (1, 2)], [3, 0])
@@ -240,11 +226,7 @@ class TestNativeRead(TestCase):
             self.library.fail(name.encode())
             with self.assertRaisesRegex(RuntimeError, rf"{name}: refused \(999\)"):
                 self.fast.cut(1, 1000, {11, 13})
-            with (
-                self.slow("clone", 1000),
-                self.slow("destroy_graph") as dropped,
-                self.slow("part", "slow"),
-            ):
+            with self.slow("clone", 1000), self.slow("destroy_graph") as dropped, self.slow("part", "slow"):
                 self.assertEqual(self.driver.part(1, {11, 13}), "slow")
             dropped.assert_called_once_with(1000)
 

@@ -30,13 +30,7 @@ class Other(Stream):
 FORK = {
     "indices": (-1, 1, 2),
     "events": 3,
-    "entry": (
-        ("record_entry", 0, 1),
-        ("record", 1, 0),
-        ("wait_entry", 0, 0),
-        ("wait", 1, 1),
-        ("wait", 1, 2),
-    ),
+    "entry": (("record_entry", 0, 1), ("record", 1, 0), ("wait_entry", 0, 0), ("wait", 1, 1), ("wait", 1, 2)),
     "exit": (("record", 2, 1), ("wait", 2, 0), ("wait_exit", 2, 2)),
 }
 FORKED = "record1@11 record2@9 wait1@9 wait2@11 wait2@12"

@@ -10,12 +10,7 @@ from stand_ins.schedules import Program
 
 
 aten, prims = torch.ops.aten, torch.ops.prims
-KINDS = {
-    ir.ComputedBuffer: "computed",
-    ir.ConcatKernel: "cat",
-    ir.DeviceCopy: "moved",
-    ir.ExternKernelOut: "mm",
-}
+KINDS = {ir.ComputedBuffer: "computed", ir.ConcatKernel: "cat", ir.DeviceCopy: "moved", ir.ExternKernelOut: "mm"}
 
 
 class TestPartitionConcat(TestCase):
@@ -47,10 +42,7 @@ class TestPartitionConcat(TestCase):
             buffer = scheduler.name_to_buf.get(node.get_name())
             return node.get_name() if buffer is None else KINDS[type(buffer.node)]
 
-        with (
-            torch._inductor.config.patch(options),
-            self.program.scheduled() as scheduler,
-        ):
+        with torch._inductor.config.patch(options), self.program.scheduled() as scheduler:
             _, signatures = scheduler.graph_partition()
             return [
                 tuple(sorted(map(named, nodes)) for nodes in (s.input_nodes.values(), s.output_nodes))
@@ -61,22 +53,14 @@ class TestPartitionConcat(TestCase):
         whole = self.cat(self.mm(self.x, self.x), self.mm(self.moved(), self.x))
         self.assertEqual(
             self.partitions(whole),
-            [
-                (["x0"], ["cat", "computed", "x0"]),
-                (["computed"], ["moved"]),
-                (["cat", "moved", "x0"], ["cat"]),
-            ],
+            [(["x0"], ["cat", "computed", "x0"]), (["computed"], ["moved"]), (["cat", "moved", "x0"], ["cat"])],
         )
 
     def test_concatenation_of_a_concatenation(self):
         first = self.cat(self.mm(self.x, self.x), self.mm(self.x, self.x))
         self.assertEqual(
             self.partitions(self.cat(first, self.mm(self.moved(), self.x))),
-            [
-                (["x0"], ["cat", "computed", "x0"]),
-                (["computed"], ["moved"]),
-                (["cat", "moved", "x0"], ["cat"]),
-            ],
+            [(["x0"], ["cat", "computed", "x0"]), (["computed"], ["moved"]), (["cat", "moved", "x0"], ["cat"])],
         )
 
     def test_part_that_something_else_reads(self):
@@ -96,9 +80,5 @@ class TestPartitionConcat(TestCase):
         whole = self.cat(self.mm(self.x, other), self.mm(other, self.x))
         self.assertEqual(
             self.partitions(whole),
-            [
-                (["x0"], ["computed", "x0"]),
-                (["computed"], ["moved"]),
-                (["moved", "x0"], ["cat"]),
-            ],
+            [(["x0"], ["computed", "x0"]), (["computed"], ["moved"]), (["moved", "x0"], ["cat"])],
         )

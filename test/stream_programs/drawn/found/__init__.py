@@ -1,17 +1,13 @@
 """Programs that random ones have shrunk to, each named after what went wrong when it was compiled."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from stream_programs.drawn.writer import host_waits, Written
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PROGRAMS: dict[str, Written] = {}
 MADE = {"e": "torch.cuda.Event()", "buffer": "k.parameter(32, 32)", "s": "k.stream()", "sleep": "k.sleep"}

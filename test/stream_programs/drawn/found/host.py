@@ -171,11 +171,7 @@ def download_of_a_constant_blocks(s1, s3, buffer, /, x, state, ready):
 
 
 @found
-def download_of_a_constant_in_a_frame_without_streams(
-    s1,
-    buffer,
-    /,
-):
+def download_of_a_constant_in_a_frame_without_streams(s1, buffer, /):
     current = torch.cuda.current_stream()
     current.wait_stream(s1)
     torch._dynamo.graph_break()

@@ -366,12 +366,7 @@ def record_stream_where_no_block_has_a_stream(s1, /, x, y):
 
 
 @found
-def result_that_adds_nothing_on_two_streams(
-    s1,
-    s2,
-    buffer,
-    /,
-):
+def result_that_adds_nothing_on_two_streams(s1, s2, buffer, /):
     current = torch.cuda.current_stream()
     v1 = torch.zeros_like(buffer)
     with torch.cuda.stream(s2):

@@ -12,12 +12,7 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.autograd_nodes import (
-    first_reader,
-    made_on,
-    note,
-    view_streams,
-)
+from torch_overlay._functorch.streams.autograd_nodes import first_reader, made_on, note, view_streams
 from torch_overlay._functorch.streams.fx import place_on
 
 

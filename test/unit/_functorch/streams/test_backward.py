@@ -214,11 +214,7 @@ class TestLeave(GraphCase):
 
     def test_graph_that_launches(self):
         self.results = self.backward()
-        expected = (
-            ExitWait(1, (CALLER,)),
-            ExitWait(3, (CALLER,)),
-            ExitWait(0, (state(1), state(2), state(3))),
-        )
+        expected = (ExitWait(1, (CALLER,)), ExitWait(3, (CALLER,)), ExitWait(0, (state(1), state(2), state(3))))
         self.assertEqual(self.leave({3, 1}, {state(2)}), ([], expected))
 
     def test_graph_that_launches_nothing(self):

@@ -20,11 +20,7 @@ def key(node):
 def program(graph):
     """Each operation with its stream, and the operands with theirs."""
     return sorted(
-        (
-            str(node.target),
-            node_stream(node),
-            [(operand.op, node_stream(operand)) for operand in node.all_input_nodes],
-        )
+        (str(node.target), node_stream(node), [(operand.op, node_stream(operand)) for operand in node.all_input_nodes])
         for node in graph.nodes
         if node.op == "call_function"
     )

@@ -237,10 +237,7 @@ class TestPromises(TestCase):
         self.assertIsNone(self.promises(self.value(), self.value(CALLER), None))
 
     def test_streams_wait(self):
-        self.assertEqual(
-            self.promises(self.value(state(3), state(2), CALLER)),
-            Promises((0,), (2, 3), (), False),
-        )
+        self.assertEqual(self.promises(self.value(state(3), state(2), CALLER)), Promises((0,), (2, 3), (), False))
 
     def test_value_of_another_stream(self):
         """The caller writes it back, so its stream comes after it."""
@@ -266,21 +263,14 @@ class TestPromises(TestCase):
         self.assertEqual(self.promises(early, late), Promises((0,), (), ((6, 1),), False))
 
     def test_host_waits(self):
-        for token, waits in (
-            (blocking_copy(0), True),
-            (synchronization(0), True),
-            (caller_event(0), False),
-        ):
+        for token, waits in ((blocking_copy(0), True), (synchronization(0), True), (caller_event(0), False)):
             self.setUp()
             found = self.promises(self.value(token))
             self.assertEqual(found, Promises((0,), (), (), True) if waits else None)
 
     def test_outputs_that_are_written_back(self):
         first, result = self.value(state(2)), self.value(state(3), stream=1)
-        self.assertEqual(
-            self.promises(None, first, result, count=2),
-            Promises((0,), (2,), (), False),
-        )
+        self.assertEqual(self.promises(None, first, result, count=2), Promises((0,), (2,), (), False))
         self.assertEqual(fact_of(result).promises, {state(3)})
 
     def test_devices(self):

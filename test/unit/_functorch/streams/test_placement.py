@@ -102,10 +102,7 @@ class TestForward(PlacementCase):
         first, side, last = nodes = forked(self)
         self.place(last)
         self.assertEqual(self.left(), list(nodes))
-        self.assertEqual(
-            self.order(*nodes),
-            [(set(), {state(1)}), ({CALLER}, {CALLER}), ({state(1)}, set())],
-        )
+        self.assertEqual(self.order(*nodes), [(set(), {state(1)}), ({CALLER}, {CALLER}), ({state(1)}, set())])
         self.assertEqual([node_stream(n) for n in nodes], [0, 1, 0])
         leave = (ExitWait(0, (state(1),)), ExitWait(1, (CALLER,)))
         self.assertEqual([fact_of(n).exit_waits for n in (self.x, *nodes)], [leave] * 4)
@@ -211,10 +208,7 @@ class TestForward(PlacementCase):
         cpu = self.graph.placeholder("cpu")
         cpu.meta["val"] = fake("cpu")
         copies = self.call(
-            aten._foreach_copy.default,
-            *([self.x, self.x], [self.x, cpu]),
-            stream=1,
-            val=[fake(), fake()],
+            aten._foreach_copy.default, *([self.x, self.x], [self.x, cpu]), stream=1, val=[fake(), fake()]
         )
         self.place(self.call(operator.getitem, copies, 1, stream=1))
         targets = [node.target for node in self.left()]
@@ -320,10 +314,7 @@ class TestBackward(PlacementCase):
         side = self.relu(gradient, stream=1, **back)
         end = self.relu(side, **back)
         self.place(last, end)
-        self.assertEqual(
-            self.order(gradient, side, end),
-            [(set(), set()), ({CALLER}, {CALLER}), (set(), set())],
-        )
+        self.assertEqual(self.order(gradient, side, end), [(set(), set()), ({CALLER}, {CALLER}), (set(), set())])
         for node in (gradient, side, end):
             fact = fact_of(node)
             self.assertEqual((fact.exit_waits, fact.reads, fact.results), (None,) * 3)
@@ -420,10 +411,7 @@ class TestPromises(PartsCase):
 
     def test_elements_of_several_operations(self):
         first = self.made(CALLER, state(3))
-        both = self.call(
-            aten.slice_scatter.default,
-            *(first, self.made(CALLER, stream=4), 0, 4, 6),
-        )
+        both = self.call(aten.slice_scatter.default, *(first, self.made(CALLER, stream=4), 0, 4, 6))
         rest = self.rest(self.updated(both))
         self.assertEqual(self.promise(rest), [])
         self.assertEqual(self.before(rest), [{CALLER}])

@@ -95,10 +95,7 @@ class Points:
         self.own, self.tokens, self.counts = {}, {}, Counter()
 
     def add(self, point, after, after_host=True):
-        for known, host in (
-            (self.before, self.host),
-            (self.before_alone, self.blocked),
-        ):
+        for known, host in ((self.before, self.host), (self.before_alone, self.blocked)):
             known[point] = set()
             for other in [*after, *(host if after_host else ())]:
                 known[point] |= {other, *known.get(other, ())}
@@ -249,11 +246,7 @@ class TestPrograms(ProgramTestCase):
         self.call(streams.wait_event.default, 4, 2)
         self.call(streams.record_event.default, 6, 1)
         self.call(streams.wait_event.default, 6, 3)
-        wanted = (
-            ExitWait(1, (state(0),)),
-            ExitWait(2, (caller_event(4),)),
-            ExitWait(3, (state(0), state(1))),
-        )
+        wanted = (ExitWait(1, (state(0),)), ExitWait(2, (caller_event(4),)), ExitWait(3, (state(0), state(1))))
         self.assertEqual(self.leave(), wanted)
 
     def test_streams_are_left_after_a_copy_that_may_be_left_out(self):
@@ -263,10 +256,7 @@ class TestPrograms(ProgramTestCase):
         self.copy(1, 0, "cpu")
         self.copy(1, 0, "cpu")
         first = blocking_copy(0)
-        self.assertEqual(
-            self.leave(),
-            (ExitWait(0, (state(1),), first), ExitWait(2, (state(1),))),
-        )
+        self.assertEqual(self.leave(), (ExitWait(0, (state(1),), first), ExitWait(2, (state(1),))))
 
     def test_host_passes_on_what_it_learnt(self):
         self.call(streams.wait_stream.default, 1, 2)

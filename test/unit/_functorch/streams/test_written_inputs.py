@@ -65,10 +65,7 @@ class TestMarks(TestCase):
     def test_inputs_that_are_written(self):
         views = [self.view(self.view(node)) for node in (self.x, self.y)]
         scatter = self.call(aten.add.Tensor, self.y, self.view(self.x))
-        inputs = {
-            self.x: SimpleNamespace(mutates_data=True),
-            self.y: SimpleNamespace(mutates_data=False),
-        }
+        inputs = {self.x: SimpleNamespace(mutates_data=True), self.y: SimpleNamespace(mutates_data=False)}
         self.mark(inputs)
         written = (self.x, views[0], views[0].args[0])
         self.assertFalse(any(self.is_kept(node) for node in written))

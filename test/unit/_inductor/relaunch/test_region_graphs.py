@@ -214,11 +214,7 @@ class TestNoGraph(AnySizeTestCase):
 
     def test_tries(self):
         self.runner.add_own(4, 9)
-        errors = [
-            NumberEscaped(frozenset([1]), "a grid"),
-            Unprovable("edges", "no"),
-            KeyError(7),
-        ]
+        errors = [NumberEscaped(frozenset([1]), "a grid"), Unprovable("edges", "no"), KeyError(7)]
         self.make.side_effect = errors
         with self.assertLogs(causes.log, "INFO") as logs:
             for size in range(5, 9):
@@ -269,10 +265,7 @@ class TestNoGraph(AnySizeTestCase):
 
     def test_node_that_the_driver_can_not_set(self):
         self.runner.add_own(4, 9)
-        self.runner.region.error, self.runner.region.clones = (
-            NOT_SET,
-            [(0, None, "clone")],
-        )
+        self.runner.region.error, self.runner.region.clones = (NOT_SET, [(0, None, "clone")])
         self.assertIsNone(self.runner.run(5, 9))
         self.assertEqual(self.keys(), [])
         self.assertEqual(self.runner.inputs[1:], [5, 9])

@@ -30,11 +30,7 @@ class TestCallKeys(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(
-            mock.patch.object(
-                capture,
-                "is_region",
-                lambda v: isinstance(v, torch.Tensor) and v.is_floating_point(),
-            )
+            mock.patch.object(capture, "is_region", lambda v: isinstance(v, torch.Tensor) and v.is_floating_point())
         )
 
     def make(self, numbers=()):

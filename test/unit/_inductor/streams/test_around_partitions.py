@@ -81,14 +81,8 @@ class TestOrder(PartitionsTestCase):
         wanted = ["frame_outer, = _outer.enter()", "partitions", "frame_outer.leave()"]
         self.assertEqual(found, wanted)
         spec = self.spec()
-        entry = (
-            ("record_entry", "ev1_outer", "stream1_outer"),
-            ("wait_entry", "ev1_outer", "stream0_outer"),
-        )
-        leave = (
-            ("record", "ev0_outer", "stream0_outer"),
-            ("wait_exit", "ev0_outer", "stream1_outer"),
-        )
+        entry = (("record_entry", "ev1_outer", "stream1_outer"), ("wait_entry", "ev1_outer", "stream0_outer"))
+        leave = (("record", "ev0_outer", "stream0_outer"), ("wait_exit", "ev0_outer", "stream1_outer"))
         self.assertEqual((spec.entry, spec.exit), (entry, leave))
         wanted = {"stream0_outer": "cuda:0", "stream1_outer": 1}
         self.assertEqual((spec.streams, spec.events), (wanted, 2))
@@ -175,10 +169,7 @@ class TestCuts(PartitionsTestCase):
         made = self.product(stream=1, **FORKED)
         self.call(streams.record_event.default, 5, 1)
         reasons = self.reasons(made)
-        self.assertEqual(
-            sorted(map(str, reasons)),
-            ["None", "stream operation streams.record_event.default"],
-        )
+        self.assertEqual(sorted(map(str, reasons)), ["None", "stream operation streams.record_event.default"])
 
     def test_several_devices(self):
         for where, wanted in ((0, None), (1, "streams on several devices")):

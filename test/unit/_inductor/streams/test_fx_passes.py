@@ -31,12 +31,7 @@ E1, E5, E9 = map(caller_event, (1, 5, 9))
 
 
 def hooks(gm):
-    return (
-        *gm._create_node_hooks,
-        *gm._replace_hooks,
-        *gm._erase_node_hooks,
-        *gm._deepcopy_hooks,
-    )
+    return (*gm._create_node_hooks, *gm._replace_hooks, *gm._erase_node_hooks, *gm._deepcopy_hooks)
 
 
 @config.patch(streams=True)
@@ -308,12 +303,7 @@ class NewNodesTestCase(TestCase):
     def run_pass(self, change):
         """Run a pass, and place its nodes. Return what each new node replaces."""
         before = {
-            n: Placed(
-                n.meta.get("custom"),
-                frozenset(n.all_input_nodes),
-                frozenset(n.users),
-                is_view=False,
-            )
+            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), is_view=False)
             for n in self.graph.nodes
         }
         log = PassLog(self.gm, before)

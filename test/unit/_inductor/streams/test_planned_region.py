@@ -94,12 +94,7 @@ class TestBuffers(PlansTestCase):
         on_host = self.call(aten.sin.default, self.program.input(4, device="cpu"))
         self.plan(*products, on_host)
         sizes = {name: (b.stream, b.size, b.leaves) for name, b in self.buffers.items()}
-        wanted = {
-            "buf0": (2, 256, True),
-            "buf1": (0, 64, True),
-            "x0": (0, 0, False),
-            "x1": (0, 0, False),
-        }
+        wanted = {"buf0": (2, 256, True), "buf1": (0, 64, True), "x0": (0, 0, False), "x1": (0, 0, False)}
         self.assertEqual(sizes, wanted)
 
     def test_memory_that_several_streams_write(self):
@@ -128,11 +123,7 @@ class TestBuffers(PlansTestCase):
         note_fact(y, memory=2, is_owned=True)
         self.plan(self.product(x, y), self.product(z, z), **BACKWARD)
         found = {name: (b.stream, b.saved_on, b.settles, b.size) for name, b in self.buffers.items() if not b.fresh}
-        wanted = {
-            "x0": (0, 1, True, 64),
-            "x1": (2, 2, True, 0),
-            "x2": (0, None, False, 0),
-        }
+        wanted = {"x0": (0, 1, True, 64), "x1": (2, 2, True, 0), "x2": (0, None, False, 0)}
         self.assertEqual(found, wanted)
 
     def settles(self, *, results=1, known=(), enclosed=False, **fact):

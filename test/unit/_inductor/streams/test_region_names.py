@@ -71,13 +71,7 @@ class TestNames(RegionNamesTestCase):
 
     def test_device_of_a_stream_that_runs_nothing(self):
         self.assertEqual(self.names(0, 3).device, 0)
-        info = ObjectInfo(
-            index=3,
-            origin="caller",
-            escapes=True,
-            kind="stream",
-            device=torch.device("cuda", 1),
-        )
+        info = ObjectInfo(index=3, origin="caller", escapes=True, kind="stream", device=torch.device("cuda", 1))
         with frame_facts.compiling(FrameFacts((info,))):
             self.assertIsNone(self.names(0, 3).device)
 
@@ -125,10 +119,7 @@ class TestDefinition(RegionNamesTestCase):
         names.exit = [("record", "ev1", "stream0"), ("wait", "ev1", "stream1")]
         names.may_alias = names.find_aliases()
         self.assertEqual(lines, ["ev0.record(stream1_raw)", "event5.wait(stream1)"])
-        self.assertEqual(
-            names.prologue(),
-            ["frame0, ev0, stream1_raw, event5, stream1, = _region0.enter()"],
-        )
+        self.assertEqual(names.prologue(), ["frame0, ev0, stream1_raw, event5, stream1, = _region0.enter()"])
         self.assertExpectedInline(
             self.root.header.getvalue(),
             """\

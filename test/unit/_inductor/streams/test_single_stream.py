@@ -107,10 +107,7 @@ class TestRegionsThatRunAsPlanned(IdleTestCase):
         self.assert_as_planned(self.product(side, self.x))
 
     def test_operations_of_the_stream_program(self):
-        for target, args in (
-            (streams.record_event.default, (5, 0)),
-            (streams.synchronize_stream.default, (0,)),
-        ):
+        for target, args in ((streams.record_event.default, (5, 0)), (streams.synchronize_stream.default, (0,))):
             self.setUp()
             joined = self.product(self.branch(), self.x)
             self.call(target, *args, requires=record(5, 0), order=0)

@@ -144,15 +144,7 @@ leave()""",
         )
 
     def test_library_kernels(self):
-        found = self.switched(
-            "mm(a)",
-            self.on(1),
-            "mm(b)",
-            "mm(c)",
-            self.on(0),
-            "mm(d)",
-            StreamLine("r()"),
-        )
+        found = self.switched("mm(a)", self.on(1), "mm(b)", "mm(c)", self.on(0), "mm(d)", StreamLine("r()"))
         self.assertExpectedInline(
             found,
             """\
@@ -241,10 +233,7 @@ class TestSharedMemory(LinesTestCase):
             update_peak_between=lambda free, allocate: None,
         )
         self.emitter = Emitter({"buf0": 1, "buf2": 0}, idle)
-        lines = [
-            self.line(upstream.FreeIfNotReusedLine, "buf0"),
-            self.allocate("buf2"),
-        ]
+        lines = [self.line(upstream.FreeIfNotReusedLine, "buf0"), self.allocate("buf2")]
         self.scheduler.get_buf_stream = {"buf0": 1, "buf2": 0}.get
         lines[1].scheduler_node_index += 5  # other nodes are in between
         found = share_memory(self.region(*lines))[1:-1]

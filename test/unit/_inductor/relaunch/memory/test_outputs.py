@@ -88,11 +88,7 @@ class TestOutputMaker(TestCase):
 
     def test_inputs(self):
         x = torch.arange(12.0)[2:]
-        recipes = [
-            SameInput(1),
-            OfInput(1, vector(3, torch.float32, 8)),
-            OfInput(1, vector(4, torch.int16, 6)),
-        ]
+        recipes = [SameInput(1), OfInput(1, vector(3, torch.float32, 8)), OfInput(1, vector(4, torch.int16, 6))]
         outputs, _, _ = self.make(recipes, inputs=[None, x])
         self.assertIs(outputs[0], x)
         self.assertEqual(outputs[1], x[2:5])
