@@ -62,7 +62,6 @@ def run(*parts: str) -> str:
 
 @form.overlay_only
 class TestTable(unittest.TestCase):
-    @form.slow  # enabling the overlay compares them, too
     def test_every_fingerprint_is_that_of_the_installed_torch(self) -> None:
         self.assertEqual(fingerprint.differences(fingerprint.installed_root()), [])
 

@@ -782,7 +782,7 @@ SEAMS: tuple[Seam, ...] = (
         impl="torch_overlay._dynamo.hooks:output_graph_init",
         kind="wrap",
         patch="dynamo-streams",
-        fingerprint="1c0fb204053434c9",
+        fingerprint="5491e42845d0ea63",
         why="A stream in a local variable crosses a graph break as a value; a branch in a stream context reads its "
         "tensor on the stream; an event may be recorded after a mutation of an input; profiler ranges that "
         "nobody wants leave; the backend gets the facts of the frame.",
