@@ -899,7 +899,7 @@ class TestCommandLine(unittest.TestCase):
         self.assertEqual(features, options)
 
     def test_status_says_who_switched_a_feature_off(self) -> None:
-        result = form.fork_command("status", env={"TORCH_OVERLAY_STREAMS": "0"})
+        result = form.fork_command("status", env={"TORCH_OVERLAY_STREAMS": "0", "COLUMNS": "200"})
         self.assertIn("TORCH_OVERLAY_STREAMS is set in the environment", result.stdout)
         self.assertRegex(result.stdout, r"streams\W+False")
 
