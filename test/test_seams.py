@@ -219,8 +219,8 @@ assert not found, found
 
     def test_dynamo_has_the_rules_of_originals_for_hooks(self) -> None:
         """Whether it made its table of rules before the hooks or after; and their originals have them again."""
-        early = "torch._dynamo.trace_rules.get_torch_obj_rule_map()"
-        for early, start in ((early, form.fork_python), ("", form.run_python)):
+        make = "torch._dynamo.trace_rules.get_torch_obj_rule_map()"
+        for early, start in ((make, form.fork_python), ("", form.run_python)):
             run(
                 early,
                 ENABLE,
