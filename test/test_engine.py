@@ -1050,11 +1050,10 @@ class TestCommandLine(unittest.TestCase):
             (package / "__init__.py").write_text("import torch_overlay\n")
             (package / "__main__.py").write_text("print(__import__('torch_overlay').status().enabled)\n")
             path = os.pathsep.join([folder, str(form.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            for arguments in (["-m", "package", "torch_overlay"], ["-mpackage", "-mtorch_overlay"]):
-                result = subprocess.run(
-                    [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-                )
-                self.assertEqual((result.returncode, result.stdout), (0, "True\n"), result.stderr)
+            command = [sys.executable, "-mpackage", "-mtorch_overlay", "torch_overlay"]
+            env = {**os.environ, "PYTHONPATH": path}
+            result = subprocess.run(command, env=env, capture_output=True, text=True)
+            self.assertEqual((result.returncode, result.stdout), (0, "True\n"), result.stderr)
 
     def test_without_docstrings(self) -> None:
         command = [sys.executable, "-OO", "-m", "torch_overlay"]

@@ -10,6 +10,7 @@ import inspect
 import sys
 import unittest
 from pathlib import Path
+from typing import Any
 
 import form
 
@@ -53,8 +54,8 @@ assert torch_overlay.status().enabled
 """
 
 
-def run(*parts: str) -> str:
-    result = form.run_python("\n".join([LOAD_TABLE, IMPORT_ALL, *parts]))
+def run(*parts: str, start: Any = form.run_python) -> str:
+    result = start("\n".join([LOAD_TABLE, IMPORT_ALL, *parts]))
     if result.returncode != 0:
         raise AssertionError(result.stdout + result.stderr[-4000:])
     return result.stdout
@@ -217,7 +218,8 @@ assert not found, found
 
     def test_dynamo_has_the_rules_of_originals_for_hooks(self) -> None:
         """Whether it made its table of rules before the hooks or after; and their originals have them again."""
-        for early in ("torch._dynamo.trace_rules.get_torch_obj_rule_map()", ""):
+        make = "torch._dynamo.trace_rules.get_torch_obj_rule_map()"
+        for early, start in ((make, form.fork_python), ("", form.run_python)):
             run(
                 early,
                 ENABLE,
@@ -228,6 +230,7 @@ assert hook in rules and hook.__wrapped__ not in rules
 torch_overlay.disable()
 assert hook not in rules and torch.cuda.memory.memory_stats_as_nested_dict in rules
 """,
+                start=start,
             )
 
     @form.slow
