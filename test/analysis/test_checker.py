@@ -7,7 +7,7 @@ from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay.analysis import check_trace, RaceError, Report, Trace
-from torch_overlay.analysis.race_check.trace import HOST, Memory, Span, View
+from torch_overlay.analysis.race_check.trace import ByteSpan, HOST, Memory, View
 
 
 def fork(t: Trace, event: str = "fork", of: str = "main", to: str = "side") -> None:
@@ -179,8 +179,8 @@ WAW: x is written twice in no order
     def test_columns_that_overlap(self) -> None:
         x = made(self.t, size=64)
         fork(self.t)
-        self.t.launch("left", "main", writes=[View(x, Span(0, (4, 3), (16, 4), 4))])
-        self.t.launch("right", "side", writes=[View(x, Span(8, (4, 2), (16, 4), 4))])
+        self.t.launch("left", "main", writes=[View(x, ByteSpan(0, (4, 3), (16, 4), 4))])
+        self.t.launch("right", "side", writes=[View(x, ByteSpan(8, (4, 2), (16, 4), 4))])
         self.assertExpectedInline(
             self.report(),
             """\
@@ -392,15 +392,15 @@ class TestClean(ReportTest):
     def test_interleaved_columns(self) -> None:
         x = made(self.t)
         fork(self.t)
-        self.t.launch("even", "main", writes=[View(x, Span(0, (8,), (8,), 4))])
-        self.t.launch("odd", "side", writes=[View(x, Span(4, (8,), (8,), 4))])
+        self.t.launch("even", "main", writes=[View(x, ByteSpan(0, (8,), (8,), 4))])
+        self.t.launch("odd", "side", writes=[View(x, ByteSpan(4, (8,), (8,), 4))])
         self.clean()
 
     def test_blocks_of_a_matrix(self) -> None:
         x = made(self.t)
         fork(self.t)
-        self.t.launch("left", "main", writes=[View(x, Span(0, (4, 2), (16, 4), 4))])
-        self.t.launch("right", "side", writes=[View(x, Span(8, (4, 2), (16, 4), 4))])
+        self.t.launch("left", "main", writes=[View(x, ByteSpan(0, (4, 2), (16, 4), 4))])
+        self.t.launch("right", "side", writes=[View(x, ByteSpan(8, (4, 2), (16, 4), 4))])
         self.clean()
 
     def test_free_after_the_join(self) -> None:
@@ -597,14 +597,14 @@ class TestSpan(TestCase):
     def test_overlap_is_that_of_the_bytes(self) -> None:
         """Against the sets of bytes, for all small pairs of rows and columns."""
         spans = [
-            Span(offset, (rows, columns), (pitch, step), item)
+            ByteSpan(offset, (rows, columns), (pitch, step), item)
             for offset in (0, 3, 8)
             for rows, pitch in ((1, 8), (3, 8), (2, 12))
             for columns, step in ((1, 4), (2, 4), (3, 2))
             for item in (1, 2, 4)
         ]
 
-        def touched(span: Span) -> set[int]:
+        def touched(span: ByteSpan) -> set[int]:
             (rows, columns), (pitch, step) = span.sizes, span.strides
             starts = [span.offset + r * pitch + c * step for r in range(rows) for c in range(columns)]
             return {at + i for at in starts for i in range(span.item)}
@@ -618,6 +618,6 @@ class TestSpan(TestCase):
         self.assertGreater(min(both), 1000)
 
     def test_large_spans_are_told_apart_by_arithmetic(self) -> None:
-        even = Span(0, (1 << 20,), (8,), 4)
-        self.assertFalse(even.overlaps(Span(4, (1 << 20,), (8,), 4)))
-        self.assertTrue(even.overlaps(Span(6, (1 << 20,), (8,), 4)))
+        even = ByteSpan(0, (1 << 20,), (8,), 4)
+        self.assertFalse(even.overlaps(ByteSpan(4, (1 << 20,), (8,), 4)))
+        self.assertTrue(even.overlaps(ByteSpan(6, (1 << 20,), (8,), 4)))

@@ -25,10 +25,10 @@ from torch_overlay._inductor.relaunch import coverage
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, Finding, Trial, Work
 from torch_overlay.analysis.doctor.diagnose import _Job, guards_us, logged
 from torch_overlay.analysis.doctor.diagnosis import VARY
-from torch_overlay.analysis.doctor.eager import Eager
-from torch_overlay.analysis.doctor.fresh_start import Saved
+from torch_overlay.analysis.doctor.eager import EagerLaunches
+from torch_overlay.analysis.doctor.fresh_start import SavedArguments
 from torch_overlay.analysis.doctor.remedies import as_text, switches
-from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
+from torch_overlay.analysis.doctor.timeline import spans_of, StepTimeline
 from torch_overlay.testing import simulated_gpu
 
 
@@ -254,7 +254,7 @@ class TestWhatIsSeen(CommandTests):
 
         for fn, as_it_is in ((step, True), (lambda x: x.sin(), False)):
             with simulated_gpu():
-                job = _Job((torch.randn(3, device="cuda"),), False, 4, True, Saved(()))
+                job = _Job((torch.randn(3, device="cuda"),), False, 4, True, SavedArguments(()))
                 self.assertEqual(len(job.measure(fn).coverage.functions), 1)
                 with torch_overlay.config.patch(cudagraphs="off"):
                     self.assertEqual(job.measure(fn, detail=False).coverage.functions, ())
@@ -695,7 +695,7 @@ class TestTimeline(unittest.TestCase):
     )
 
     def test_what_a_graph_launched_is_in_it(self) -> None:
-        timeline = Timeline(tuple(spans_of(self.EVENTS)))
+        timeline = StepTimeline(tuple(spans_of(self.EVENTS)))
         self.assertEqual(
             [(s.name, s.lane, s.start_us, s.in_graph) for s in timeline.spans],
             [
@@ -716,10 +716,10 @@ class TestTimeline(unittest.TestCase):
         self.assertIn("first &lt;kernel&gt;: 3.0 us at 4.0 us", page)
 
     def test_lines_of_eager_code_share_the_time_of_an_operator(self) -> None:
-        seen = Eager()
+        seen = EagerLaunches()
         seen.launches["eager", "a.py:1"].update({"aten::add": 2})
         seen.launches["eager", "a.py:2"].update({"aten::add": 1, "aten::mul": 1, "aten::unknown": 1})
-        times = Timeline(operators={"aten::add": (30.0, 3.0), "aten::mul": (5.0, 1.0)}).of(seen)
+        times = StepTimeline(operators={"aten::add": (30.0, 3.0), "aten::mul": (5.0, 1.0)}).of(seen)
         self.assertEqual((times["eager", "a.py:1"], times["eager", "a.py:2"]), ((20.0, 2.0), (15.0, 2.0)))
 
     def test_profiler_that_sees_no_device_is_no_measurement(self) -> None:

@@ -834,8 +834,8 @@ class TestProfile(TestCase):
             (99, ("copy to the host", "")),
         ):
             seen = mock.Mock(regions=[mock.Mock(wrapper=None)], offloads=[mock.Mock()], began_ns=0)
-            seen.regions[0].copies = log.Copies(False, 9, (("relu", 3, 9),))
-            seen.offloads[0].rows = [log.Row("relu", nbytes, stack)]
+            seen.regions[0].copies = log.CopySchedule(False, 9, (("relu", 3, 9),))
+            seen.offloads[0].rows = [log.OffloadedTensor("relu", nbytes, stack)]
             (copy,) = of_trace(kineto(), seen).copies
             self.assertEqual((copy.name, copy.line), expected)
 

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import form  # noqa: F401
 from torch_overlay._functorch.offload import device_rates, kernel_times, profile_cache
 from torch_overlay._functorch.offload.cost_model import Link
-from torch_overlay._functorch.offload.reader import Reader
+from torch_overlay._functorch.offload.reader import StepReader
 
 
 H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, uuid="GPU-1234")
@@ -217,7 +217,7 @@ class TestKernelTimes(TestCase):
         name = kernel_times.name_of(next(n for n in nodes if n.target is torch.ops.aten.mm.default))
         assert name is not None
         with mock.patch.object(device_rates.Rates, "flops_of", lambda *args: 1e30):
-            steps = Reader(nodes[0].graph, set(nodes), rates, torch.device("cpu"), {name: 1234.0}).steps
+            steps = StepReader(nodes[0].graph, set(nodes), rates, torch.device("cpu"), {name: 1234.0}).steps
         times = {s.name: s.us for s in steps}
         self.assertEqual([t for n, t in times.items() if n.startswith("mm")], [1234.0, 1234.0])
         self.assertLess(max(t for n, t in times.items() if not n.startswith("mm")), 1234.0)

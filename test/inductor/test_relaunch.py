@@ -27,8 +27,8 @@ from stand_ins.relaunch_device import Generator, is_tensor, Launcher, NativeLaun
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, runner, runners, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
-from torch_overlay._inductor.relaunch.capture.allocations import Plan
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
@@ -1196,8 +1196,8 @@ class TestRandomNumbers(RelaunchTestCase):
 
         recording = self.device.new_recording(1)
         recording.fixed = [64, 128]
-        held = capture.Capture(lambda args: args, [torch.ones(4)], [64], Plan(random=True), recording)
-        segments = held.run(Code("region", 0)).segments
+        held = capture.Capture(lambda args: args, [torch.ones(4)], [64], AllocationPlan(random=True), recording)
+        segments = held.run(CodeFacts("region", 0)).segments
         recording.close()
         found = [(s.address, s.size, s.delta) for s in segments if s.region == FIXED]
         self.assertEqual(found, [(64, 8, 0), (128, 8, 8)])
@@ -1304,7 +1304,7 @@ class TestFailures(RelaunchTestCase):
             self.assertEqual(run([x.to_sparse()])[0], x)
 
     def test_refusal_names_the_line_and_raises_if_asked_to(self):
-        code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")
+        code = CodeFacts("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")
         with (
             torch._inductor.config.patch("triton.cudagraph_or_error", True),
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
@@ -1520,7 +1520,7 @@ class TestPolicy(TestCase):
         counters.clear()
         with self.assertLogs(causes.log, "WARNING") as logs:
             for name in ("a", "b", "a"):
-                causes.refuse(causes.Refused.of("kept", "why", region=Code(name, 0)))
+                causes.refuse(causes.Refused.of("kept", "why", region=CodeFacts(name, 0)))
         self.assertEqual([r.region.name for r in causes.refused()], ["a", "b"])
         self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 

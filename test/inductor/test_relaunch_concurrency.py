@@ -14,11 +14,11 @@ from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.graph.concurrency import (
     CALLER,
+    NodeUse,
     OUTSIDE,
     Product,
     relaxed,
     side_by_side,
-    Use,
     uses_of,
 )
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
@@ -33,7 +33,7 @@ SEGMENTS = [Segment(address, 1 << 20, region) for region, address in AT.items()]
 
 
 def use(reads=(), writes=(), blocks=1):
-    return Use(frozenset(reads), frozenset(writes), blocks / ROOM)
+    return NodeUse(frozenset(reads), frozenset(writes), blocks / ROOM)
 
 
 def chain(count):

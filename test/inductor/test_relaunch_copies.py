@@ -17,7 +17,7 @@ import form  # noqa: F401
 from stand_ins.graph_api import FakeApi
 from stand_ins.relaunch_device import FakeDevice
 from torch_overlay._inductor.relaunch import causes, region_graphs
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
@@ -207,7 +207,7 @@ class TestPatcher(TestCase):
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
         patcher = self.make()
-        owner = Runner(lambda inputs: None, Code("a region", 0), FakeDevice())
+        owner = Runner(lambda inputs: None, CodeFacts("a region", 0), FakeDevice())
         state = State()
         state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
         patcher.given_up = lambda why: region_graphs._give_up(weakref.ref(owner.region_graphs), weakref.ref(state), why)
@@ -225,7 +225,7 @@ class TestPatcher(TestCase):
 
     def test_graph_is_not_dropped_while_a_thread_that_may_wait_for_its_launch_has_the_lock(self) -> None:
         """A finalizer launches while the lock of the states is held, and waits for this launch."""
-        owner = Runner(lambda inputs: None, Code("a region", 0), FakeDevice())
+        owner = Runner(lambda inputs: None, CodeFacts("a region", 0), FakeDevice())
         state, patcher = State(), self.make()
         state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
         give_up = functools.partial(region_graphs._give_up, weakref.ref(owner.region_graphs), weakref.ref(state))

@@ -37,13 +37,13 @@ class FakeKernels:
 
     def fill(self, target, value, element_size, count):
         arguments = u64(target), u32(value), u64(element_size * count)
-        return edit.Launch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
+        return edit.KernelLaunch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
 
     def prepare(self, device):
         raise AssertionError("tidy does not ask for it")
 
     def copy(self, target, source, size):
-        return edit.Launch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
+        return edit.KernelLaunch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
 
 
 class GraphTest(unittest.TestCase):

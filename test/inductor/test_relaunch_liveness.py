@@ -15,7 +15,7 @@ from torch_overlay._inductor.relaunch.memory.arrange import (
     _shared,
     _Sums,
     cuts,
-    Held,
+    LaunchMemory,
     need_of,
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life, Order
@@ -183,8 +183,8 @@ class TestPacking(unittest.TestCase):
 
 class TestCuts(unittest.TestCase):
     def test_saved_memory_goes_while_gradients_come(self):
-        saved = [Held(10 * MIB, 0, 96 - 6 * i) for i in range(16)]
-        gradients = [Held(10 * MIB, 6 * i, 96) for i in range(16)]
+        saved = [LaunchMemory(10 * MIB, 0, 96 - 6 * i) for i in range(16)]
+        gradients = [LaunchMemory(10 * MIB, 6 * i, 96) for i in range(16)]
         held = saved + gradients
         starts = cuts(held, 96, 8, MIB)
         self.assertEqual(starts[0], 0)
@@ -193,23 +193,23 @@ class TestCuts(unittest.TestCase):
         self.assertLessEqual(need_of(held, starts, 96), 200 * MIB)
 
     def test_many_small_ones_count(self):
-        saved = [Held(MIB // 4, 0, 1500 - n) for n in range(1500)]
-        gradients = [Held(MIB // 4, n, 1500) for n in range(1500)]
-        large = [Held(100 * MIB, 0, 1500)]  # beside which none of the others counts for much
+        saved = [LaunchMemory(MIB // 4, 0, 1500 - n) for n in range(1500)]
+        gradients = [LaunchMemory(MIB // 4, n, 1500) for n in range(1500)]
+        large = [LaunchMemory(100 * MIB, 0, 1500)]  # beside which none of the others counts for much
         starts = cuts([*large, *saved, *gradients], 1500, 8, MIB)
         self.assertLessEqual(need_of(saved + gradients, starts, 1500), 450 * MIB)
 
     def test_parts_that_need_less_than_another_are_small_too(self):
-        first = [Held(1000 * MIB, 0, 5)]
-        saved = [Held(2 * MIB, 0, 400 - n) for n in range(300)]
-        gradients = [Held(2 * MIB, n, 400) for n in range(100, 400)]
+        first = [LaunchMemory(1000 * MIB, 0, 5)]
+        saved = [LaunchMemory(2 * MIB, 0, 400 - n) for n in range(300)]
+        gradients = [LaunchMemory(2 * MIB, n, 400) for n in range(100, 400)]
         starts = cuts([*first, *saved, *gradients], 400, 8, MIB)
         lazy = need_of(saved + gradients, [starts[1]], 400)
         for begin, end in zip(starts[1:], [*starts[2:], 400]):
             self.assertLess(_need_of_stage(saved + gradients, begin, end), 0.75 * lazy)
 
     def test_most_at_a_moment(self):
-        held = [Held(1, 0, 3), Held(10, 2, 2), Held(100, 4, 9), Held(1000, 9, 9)]
+        held = [LaunchMemory(1, 0, 3), LaunchMemory(10, 2, 2), LaunchMemory(100, 4, 9), LaunchMemory(1000, 9, 9)]
         found = _most_at_a_moment(held, grid := [0, 2, 3, 4, 9, 10])
         for (begin, end), most in found.items():
             live = [sum(h.size for h in held if h.first <= at <= h.last) for at in range(begin, end)]
@@ -217,7 +217,7 @@ class TestCuts(unittest.TestCase):
         self.assertEqual(len(found), len(grid) * (len(grid) - 1) // 2)
 
     def test_sums_of_parts(self):
-        held = [Held(1, 0, 3), Held(10, 2, 2), Held(100, 4, 9), Held(1000, 9, 9)]
+        held = [LaunchMemory(1, 0, 3), LaunchMemory(10, 2, 2), LaunchMemory(100, 4, 9), LaunchMemory(1000, 9, 9)]
         for begin in range(10):
             for end in range(begin + 1, 11):
                 expected = sum(h.size for h in held if h.first < end and h.last >= begin)
@@ -226,7 +226,7 @@ class TestCuts(unittest.TestCase):
     @settings(deadline=None, max_examples=60)
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 12)), max_size=12))
     def test_what_lives_and_dies_in_a_part_shares_memory(self, rows):
-        slabs = [Held(size, min(a, b), max(a, b), slab=True) for size, a, b in rows]
+        slabs = [LaunchMemory(size, min(a, b), max(a, b), slab=True) for size, a, b in rows]
         grid = [0, 1, 2, 5, 6, 9, 13]
         shared = _shared(slabs, grid)
         self.assertEqual(list(shared), list(combinations(grid, 2)))
@@ -234,23 +234,23 @@ class TestCuts(unittest.TestCase):
             self.assertEqual(_Sums(slabs).between(begin, end) - less, _need_of_stage(slabs, begin, end))
 
     def test_what_shares_a_slab_and_is_too_little_to_matter_is_not_looked_at(self):
-        large = [Held(4 * MIB, n, n + 1, slab=True) for n in range(100)]
-        little = [Held(512, n, n, slab=True) for n in range(100)]
+        large = [LaunchMemory(4 * MIB, n, n + 1, slab=True) for n in range(100)]
+        little = [LaunchMemory(512, n, n, slab=True) for n in range(100)]
         with mock.patch.object(arrange, "_shared", wraps=_shared) as shared:
             starts = cuts([*large, *little], 101, 8, MIB)
         self.assertEqual(shared.call_args.args[0], large)
         self.assertEqual(starts, cuts(large, 101, 8, MIB))
 
     def test_nothing_to_gain_is_not_cut(self):
-        held = [Held(100 * MIB, 0, 50), Held(MIB, 3, 40, slab=True)]
+        held = [LaunchMemory(100 * MIB, 0, 50), LaunchMemory(MIB, 3, 40, slab=True)]
         self.assertEqual(cuts(held, 50, 8, MIB), [0])
         self.assertEqual(cuts([], 0, 8, MIB), [0])
         self.assertEqual(cuts([], 3, 8, MIB), [0])
 
     def test_slab_counts_what_is_live_at_once(self):
-        held = [Held(MIB, n, n, slab=True) for n in range(10)]
+        held = [LaunchMemory(MIB, n, n, slab=True) for n in range(10)]
         self.assertEqual(need_of(held, [0], 10), MIB)
-        self.assertEqual(need_of([Held(MIB, 0, 9, slab=True)], [0, 5], 10), MIB)
+        self.assertEqual(need_of([LaunchMemory(MIB, 0, 9, slab=True)], [0, 5], 10), MIB)
 
     @settings(deadline=None, max_examples=60)
     @given(
@@ -259,7 +259,7 @@ class TestCuts(unittest.TestCase):
         st.integers(1, 8),
     )
     def test_parts_are_in_order_and_never_need_more_than_the_whole(self, rows, length, most):
-        held = [Held(s, min(a, b, length - 1), min(max(a, b), length - 1), slab) for s, a, b, slab in rows]
+        held = [LaunchMemory(s, min(a, b, length - 1), min(max(a, b), length - 1), slab) for s, a, b, slab in rows]
         starts = cuts(held, length, most, 0)
         self.assertEqual(starts, sorted(set(starts)))
         self.assertEqual(starts[0], 0)

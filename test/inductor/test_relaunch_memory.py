@@ -23,17 +23,17 @@ from torch_overlay._inductor.relaunch.capture import address_space, device
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Given,
-    Layout,
     OfStorage,
     output_maker,
+    OutputLayout,
     Repeated,
     Storage,
-    View,
+    TensorView,
 )
 from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.runner import Runner
@@ -347,7 +347,7 @@ class TestStages(RelaunchTestCase):
     def backward(self, source=BACKWARD, *, verify=False, static=(), mutated=(9,), **namespace):
         scope = {"torch": torch, "empty_strided_cuda": self.device.empty, **namespace}
         exec(source, scope)
-        code = Code("a backward", 0, tuple(static), tuple(mutated), is_backward=True)
+        code = CodeFacts("a backward", 0, tuple(static), tuple(mutated), is_backward=True)
         with config.patch(cudagraph_verify=verify):
             return Runner(scope["region"], code, self.device)
 
@@ -666,7 +666,7 @@ class TestStagesNative(TestStages):
 
 
 def vector(storage, bytes_, dtype=torch.float32, offset=0):
-    return OfStorage(storage, View((bytes_ // dtype.itemsize,), (1,), dtype, offset))
+    return OfStorage(storage, TensorView((bytes_ // dtype.itemsize,), (1,), dtype, offset))
 
 
 class TestChunks(unittest.TestCase):
@@ -794,7 +794,7 @@ class TestChunks(unittest.TestCase):
 
 class TestSavedOutputs(unittest.TestCase):
     def test_output_that_lies_between_elements_of_the_slab(self):
-        layout = Layout((), (Storage(16, True, 0),), (vector(0, 4, offset=2),), ())
+        layout = OutputLayout((), (Storage(16, True, 0),), (vector(0, 4, offset=2),), ())
         with self.assertRaisesRegex(ValueError, "output 0 lies at byte 2 of the slab"):
             output_maker(layout, torch.empty_strided)
 

@@ -13,7 +13,7 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import Native, region, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, RegisterProgram, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, Traced
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -352,7 +352,7 @@ class TestExpressions(RelaunchTestCase):
 
     def test_constants_of_equal_value_are_told_apart(self):
         n = Traced.input(0, 1.0)
-        program = Program.of([(n * 0.0).expression, (n * -0.0).expression, (n + 0).expression])
+        program = RegisterProgram.of([(n * 0.0).expression, (n * -0.0).expression, (n + 0).expression])
         self.assertEqual([repr(value) for _, value in program.constants], ["0.0", "-0.0", "0"])
 
     def test_nothing_uses_a_traced_number_unnoticed(self):

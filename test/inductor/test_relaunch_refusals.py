@@ -20,7 +20,7 @@ from stand_ins.relaunch_device import fake_device
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.notes import CompiledNotes, Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Unprovable
 from torch_overlay._inductor.relaunch.runner import Runner
@@ -163,7 +163,7 @@ class TestOfCalls(RefusalTestCase):
         scope = {"torch": torch, "empty_strided_cuda": self.device.empty}
         exec(f"def region(args):\n    x, n = args\n    args.clear()\n    return ({line},)", scope)
         with config.patch(cudagraph_templates=bound):
-            return Runner(scope["region"], Code("a region", 0), self.device)
+            return Runner(scope["region"], CodeFacts("a region", 0), self.device)
 
     def test_no_call_is_the_second_one(self):
         run = self.runner("x * n", bound=2)

@@ -443,7 +443,9 @@ class TestWithRepeats(TestCase):
         self.graph = CapturedGraph(nodes, ((0, 1), (2, 0)), tuple(segments), self.AT[0], self.AT[4] + (1 << 20))
         slots = [PointerSlot(0, 0, 0, 1, 64), PointerSlot(0, 1, 0, 4, 8), PointerSlot(1, 0, 0, 2, 0)]
         self.template = Template(5, nodes, (*slots, PointerSlot(2, 0, 0, 0, 0), PointerSlot(2, 1, 0, 4, 0)))
-        self.places = [library_calls._Place(self.AT[k] + 64 * (k == 1), (4,), (1,), torch.int8, False) for k in (0, 1)]
+        self.places = [
+            library_calls._CapturedTensor(self.AT[k] + 64 * (k == 1), (4,), (1,), torch.int8, False) for k in (0, 1)
+        ]
         self.repeat = library_calls.Repeat(0, (self.AT[2] + 256, self.AT[3]), 3, 7)
         self.lives = [Life(1 << 12, 0, None)] * 4 + [Life(1 << 12, 2, 3)]
 

@@ -11,17 +11,17 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form  # noqa: F401
 from stream_programs import by_name, PROGRAMS
 from torch_overlay import config
-from torch_overlay._inductor.streams.parts import parts, Span, span_of
+from torch_overlay._inductor.streams.parts import ElementSpan, parts, span_of
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
-def elements(span: Span) -> set[int]:
+def elements(span: ElementSpan) -> set[int]:
     indices = itertools.product(*(range(size) for size, _ in span.dims))
     return {span.offset + sum(i * stride for i, (_, stride) in zip(index, span.dims)) for index in indices}
 
 
 spans = st.builds(
-    Span,
+    ElementSpan,
     st.integers(0, 12),
     st.lists(st.tuples(st.integers(2, 4), st.sampled_from([1, 2, 3, 4, 6, 8, 12])), max_size=3).map(tuple),
 )
@@ -38,19 +38,19 @@ class TestSpans(TestCase):
         self.assertEqual(one.is_disjoint(other), other.is_disjoint(one))
 
     def test_rows_columns_and_elements_in_turns_are_disjoint(self):
-        rows = Span(0, ((4, 8), (8, 1))), Span(32, ((4, 8), (8, 1)))
-        columns = Span(0, ((8, 8), (3, 1))), Span(3, ((8, 8), (5, 1)))
-        turns = Span(0, ((16, 2),)), Span(1, ((16, 2),))
-        blocks = Span(0, ((2, 16), (4, 2))), Span(8, ((2, 16), (4, 1)))
+        rows = ElementSpan(0, ((4, 8), (8, 1))), ElementSpan(32, ((4, 8), (8, 1)))
+        columns = ElementSpan(0, ((8, 8), (3, 1))), ElementSpan(3, ((8, 8), (5, 1)))
+        turns = ElementSpan(0, ((16, 2),)), ElementSpan(1, ((16, 2),))
+        blocks = ElementSpan(0, ((2, 16), (4, 2))), ElementSpan(8, ((2, 16), (4, 1)))
         for one, other in (rows, columns, turns, blocks):
             self.assertTrue(one.is_disjoint(other))
-        self.assertFalse(Span(0, ((8, 8), (4, 1))).is_disjoint(Span(3, ((8, 8), (5, 1)))))
+        self.assertFalse(ElementSpan(0, ((8, 8), (4, 1))).is_disjoint(ElementSpan(3, ((8, 8), (5, 1)))))
 
     def test_symbols_and_negative_strides_are_no_span(self):
         self.assertIsNone(span_of(0, [4], [-1]))
         self.assertIsNone(span_of(0, ["s0"], [1]))
         self.assertIsNone(span_of(0, [0], [1]))
-        self.assertEqual(span_of(2, [4, 1, 3], [3, 7, 0]), Span(2, ((4, 3),)))
+        self.assertEqual(span_of(2, [4, 1, 3], [3, 7, 0]), ElementSpan(2, ((4, 3),)))
 
     @settings(max_examples=500, deadline=None)
     @given(st.lists(st.tuples(st.one_of(st.none(), spans), st.booleans()), min_size=2, max_size=6))

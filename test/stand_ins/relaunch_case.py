@@ -12,7 +12,7 @@ from stand_ins.relaunch_device import fake_device, native_module
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, runner, runners
 from torch_overlay._inductor.relaunch.capture import make_graph
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
 from torch_overlay._inductor.relaunch.runner import Runner
 
@@ -70,7 +70,7 @@ class RelaunchTestCase(TestCase):
 
         scope["new"] = new
         exec(source, scope)
-        code = Code(
+        code = CodeFacts(
             "a region", 0, tuple(static), tuple(mutated), frozenset(saved), is_backward, numbers=frozenset(numbers)
         )
         with config.patch(cudagraph_verify=verify):

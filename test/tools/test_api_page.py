@@ -31,7 +31,7 @@ RECORDS = {  # where the records of the page's small tables are
     "Trial": "torch_overlay.analysis.doctor.diagnosis",
     "Work": "torch_overlay.analysis.doctor.diagnosis",
     "Function": "torch_overlay._inductor.relaunch.coverage",
-    "Region": "torch_overlay._inductor.relaunch.coverage",
+    "RegionCoverage": "torch_overlay._inductor.relaunch.coverage",
     "Outside": "torch_overlay._inductor.relaunch.coverage",
     "Race": "torch_overlay.analysis.race_check.happens_before",
     "Redundant": "torch_overlay.analysis.race_check.happens_before",
@@ -206,20 +206,20 @@ class TestSchema(unittest.TestCase):
 
     def test_of_all_that_a_diagnosis_can_hold(self) -> None:
         """A result with times, as a GPU gives it: each record that a program may or may not have is there."""
-        from torch_overlay._inductor.relaunch.coverage import Coverage, Function, Outside, Region
+        from torch_overlay._inductor.relaunch.coverage import Coverage, Function, Outside, RegionCoverage
         from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Finding, Trial, Work
-        from torch_overlay.analysis.doctor.timeline import Span, Timeline
+        from torch_overlay.analysis.doctor.timeline import Span, StepTimeline
 
         cause = "host-wait", "aten::item", "model.py:3: x.item()", "the host waits", "don't"
         outside = Outside(*cause, 2, 6)
-        region = Region("inference", "model.py:2", 8, 7, 3, 1, 1, 3, 0.5)
+        region = RegionCoverage("inference", "model.py:2", 8, 7, 3, 1, 1, 3, 0.5)
         function = Function("inference #1", "model.py:2", 8, (region,), (outside,), (("resident", "model.py:4"),), 1)
         coverage = Coverage((function,), (outside,), (("reason", 2),), (outside,))
         trials = (
             Trial("host-wait", "f", Work(), Work(1.0), 1.0, 0.5),
             Trial("host-wait", "g", Work(), None, error="no"),
         )
-        timeline = Timeline((Span("k", "stream 7", 0.0, 2.0, True),), {"aten::item": (1.0, 2.0)})
+        timeline = StepTimeline((Span("k", "stream 7", 0.0, 2.0, True),), {"aten::item": (1.0, 2.0)})
         findings = (Finding(*cause, 1.0, 2.0, None, 1.0),)
         found = Diagnosis("f", "H100", False, 0.5, 1.0, 2.0, findings, trials, json.loads(coverage.to_json()), "table")
         found = dataclasses.replace(found, timeline=timeline, guards_us=3.0)

@@ -106,7 +106,7 @@ def relaunch() -> Callable[[], Any]:
         relaunch_driver,  # pyrefly: ignore[missing-import]
     )
     from torch_overlay._inductor.relaunch import causes
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.runner import Runner
 
     _fill_low_addresses()
@@ -115,7 +115,7 @@ def relaunch() -> Callable[[], Any]:
     device.empty = lambda *args: allocate[0](*args)  # pyrefly: ignore[bad-assignment]
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
     exec(REGION, scope)
-    run = Runner(scope["region"], Code("the region", 0, static_inputs=(2,)), device)
+    run = Runner(scope["region"], CodeFacts("the region", 0, static_inputs=(2,)), device)
     w, sets = torch.ones(4, 4), [(torch.ones(4, 4), torch.ones(4, 4)) for _ in range(4)]
     for x, y in sets:
         run([x, y, w])

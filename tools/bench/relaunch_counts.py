@@ -50,7 +50,7 @@ def figures(name: str) -> records.Figures:
     from relaunch_programs import by_name, Kit
     from stand_ins import relaunch_device  # pyrefly: ignore[missing-import]
     from torch_overlay._inductor.relaunch import runners
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.memory import arrange
     from torch_overlay._inductor.relaunch.runner import Runner
 
@@ -68,7 +68,7 @@ def figures(name: str) -> records.Figures:
                 args.clear()
                 return tuple(module(*given))
 
-            run = Runner(region, Code(name, 0, is_backward=is_backward), device)
+            run = Runner(region, CodeFacts(name, 0, is_backward=is_backward), device)
             call = lambda args: run(args)  # noqa: E731
             call._boxed_call = True  # type: ignore[attr-defined]
             return call

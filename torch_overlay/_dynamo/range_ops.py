@@ -20,12 +20,12 @@ from torch_overlay._dynamo.ops import define
 NVTX, RECORD_FUNCTION = "nvtx", "record_function"
 
 
-class _Open(threading.local):
+class _OpenRanges(threading.local):
     def __init__(self) -> None:
         self.ranges: list[torch.profiler.record_function] = []
 
 
-_open = _Open()
+_open = _OpenRanges()
 
 
 def push_range(kind: str, message: str, details: str | None) -> None:

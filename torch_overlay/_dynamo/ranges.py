@@ -77,7 +77,7 @@ def _pop(tx: InstructionTranslatorBase, kind: str) -> None:
     tx.output.create_proxy("call_function", range_pop, (kind,), {})
 
 
-class _NvtxRange(ContextWrappingVariable):
+class _NvtxRangeVariable(ContextWrappingVariable):
     """Variable of torch.cuda.nvtx.range(message)."""
 
     def __init__(self, message: str, **kwargs: Any) -> None:
@@ -145,7 +145,7 @@ def nvtx_range(
     *args: VariableTracker,
     **kwargs: VariableTracker,
 ) -> VariableTracker | None:
-    return _NvtxRange(_message(msg, *args, **kwargs)) if expects_streams(tx) else None
+    return _NvtxRangeVariable(_message(msg, *args, **kwargs)) if expects_streams(tx) else None
 
 
 def nvtx_start(function: Any, tx: InstructionTranslatorBase, msg: VariableTracker) -> VariableTracker | None:

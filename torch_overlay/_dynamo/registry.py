@@ -47,7 +47,7 @@ class _Entry:
     source: Source | None = None
 
 
-class _Frame:
+class _TracedFrame:
     """Facts about the objects of the frame that is being traced."""
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class _Frame:
         self.expects_streams = False
 
 
-_frame = _Frame()
+_frame = _TracedFrame()
 _has_streams = False
 
 
-def current() -> _Frame:
+def current() -> _TracedFrame:
     return _frame
 
 
@@ -86,7 +86,7 @@ def reset() -> None:
     """Forget the objects of the frame, and the table that this thread runs with."""
     global _frame
     objects.install(None)
-    _frame = _Frame()
+    _frame = _TracedFrame()
 
 
 @contextlib.contextmanager

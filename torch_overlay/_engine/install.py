@@ -63,7 +63,7 @@ class Change:
     """An installed seam, and the data that its removal needs."""
 
     seam: Seam
-    place: verify.Place | None = None
+    place: verify.SeamTarget | None = None
     hook: Any = None
     raw_hook: Any = None
     holders: list[Holder] = field(default_factory=list)

@@ -164,7 +164,7 @@ def check_origin(module: ModuleType) -> None:
         )
 
 
-class Place(NamedTuple):
+class SeamTarget(NamedTuple):
     """Location of a seam's target: the owner's __dict__ has `raw` under `name`; `original` is `raw` without its
     descriptor.
     """
@@ -209,13 +209,13 @@ def find_owner(seam: Seam, module: ModuleType) -> Any:
     return owner
 
 
-def find_place(seam: Seam, module: ModuleType) -> Place:
+def find_place(seam: Seam, module: ModuleType) -> SeamTarget:
     """Return the place of the seam's target in a loaded module, read from the owner's own __dict__."""
     owner, name = find_owner(seam, module), seam.qualname.rpartition(".")[2]
     if owner is None or name not in vars(owner):
         raise missing(seam, f"{seam.qualname} in the __dict__ of its owner", f"{owner or 'no such class'}")
     raw = vars(owner)[name]
-    place = Place(owner, name, raw, unwrap_descriptor(raw))
+    place = SeamTarget(owner, name, raw, unwrap_descriptor(raw))
     if "__overlay__" in getattr(place.original, "__dict__", {}):
         raise OverlayError(
             "installed_twice",

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 RUNTIME = "from torch_overlay._inductor import profiler_ranges"
 
 
-class _Open(threading.local):
+class _OpenProfilerRanges(threading.local):
     def __init__(self) -> None:
         self.ranges: list[torch.profiler.record_function] = []
 
 
-_open = _Open()
+_open = _OpenProfilerRanges()
 
 
 def push(name: str) -> None:

@@ -68,7 +68,7 @@ def memory_blocks(snapshot: Mapping[str, Any], seen: Any = None) -> Blocks:
     `torch_overlay.testing.observe()` yielded while the program was compiled; without it, the line of a compiled buffer
     is the names of its graph's nodes.
     """
-    reader = _Reader(seen)
+    reader = _SnapshotReader(seen)
     found = [
         reader.block(segment, block)
         for segment in snapshot["segments"]
@@ -85,7 +85,7 @@ def _placed(segment: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> 
         at += block["size"]
 
 
-class _Reader:
+class _SnapshotReader:
     def __init__(self, seen: Any) -> None:
         regions = seen.regions if seen is not None else ()
         # text of a generated module -> the user's lines of each of its lines

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """A kernel or a copy, as the device ran it; times in microseconds."""
 
     stream: int
@@ -43,7 +43,7 @@ class Overlap:
         return f"{self.fraction:.0%} of {self.busy:.0f} µs, {self.streams} stream{'s'[: self.streams != 1]}"
 
 
-def overlap(work: Iterable[Work]) -> Overlap:
+def overlap(work: Iterable[DeviceWork]) -> Overlap:
     """Measure the overlap by a sweep over starts and ends. Work that overlaps on one stream counts once."""
     work = list(work)
     edges = sorted([(w.start, 1, w.stream) for w in work] + [(w.end, -1, w.stream) for w in work])
@@ -59,12 +59,12 @@ def overlap(work: Iterable[Work]) -> Overlap:
     return Overlap(busy, shared, len({w.stream for w in work}))
 
 
-def device_work(profile: Any) -> list[Work]:
+def device_work(profile: Any) -> list[DeviceWork]:
     """Return the kernels and copies of a finished `torch.profiler.profile`."""
     from torch.autograd import DeviceType
 
     return [
-        Work(event.device_resource_id, event.time_range.start, event.time_range.end)
+        DeviceWork(event.device_resource_id, event.time_range.start, event.time_range.end)
         for event in profile.events()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]

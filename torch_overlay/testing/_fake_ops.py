@@ -77,7 +77,7 @@ class NotSimulated(UnsupportedOperatorException):
         )
 
 
-class _OfThread(threading.local):
+class _FakeModeOfThread(threading.local):
     """State of a fake mode that belongs to the thread in which it is active."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class SimulatedTensorMode(FakeTensorMode):
     """
 
     def __init__(self, devices: Devices) -> None:
-        self._of_thread = _OfThread()
+        self._of_thread = _FakeModeOfThread()
         super().__init__(allow_non_fake_inputs=True)
         self._devices = devices
         self._pinned: dict[int, StorageWeakRef] = {}

@@ -71,7 +71,7 @@ class Region:
     lines: tuple[str, ...] = ()  # the user's lines of each line of `wrapper`, joined by "; "
     plans: list[Any] = dataclasses.field(default_factory=list)
     places: dict[str, str] = dataclasses.field(default_factory=dict)  # the user's lines of each operation of the plans
-    copies: Any = None  # of saved activations: offload_log.Copies
+    copies: Any = None  # of saved activations: offload_log.CopySchedule
     blocking: list[Any] = dataclasses.field(default_factory=list)  # copy_log.BlockingCopy
 
     @property
@@ -86,7 +86,9 @@ class Compiled:
     frames: list[Frame] = dataclasses.field(default_factory=list)
     regions: list[Region] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
-    offloads: list[Any] = dataclasses.field(default_factory=list)  # offload_log.Report, one for each pair of graphs
+    offloads: list[Any] = dataclasses.field(
+        default_factory=list
+    )  # offload_log.OffloadReport, one for each pair of graphs
     cudagraphs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     device_log: list[str] = dataclasses.field(default_factory=list)
     compile_log: list[str] = dataclasses.field(default_factory=list)

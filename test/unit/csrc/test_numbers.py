@@ -18,7 +18,7 @@ from torch_overlay._inductor.relaunch.numbers.expressions import (
     LETTERS,
     OPERATIONS,
     pack,
-    Program,
+    RegisterProgram,
     TYPES,
     Unfit,
 )
@@ -96,7 +96,7 @@ class TestProgram(TestCase):
 
     def run_program(self, expressions, letters, *inputs):
         types = tuple(LETTERS.index(letter) for letter in letters)
-        return self.c.run(fields(Program.of(expressions)), types, list(inputs))
+        return self.c.run(fields(RegisterProgram.of(expressions)), types, list(inputs))
 
     def check(self, expressions, letters, *inputs):
         """C and Python agree. Return what C has made."""

@@ -21,7 +21,7 @@ from torch_overlay._functorch.offload.reader import (
     is_pointwise,
     is_static,
     nbytes,
-    Reader,
+    StepReader,
     tensor_of,
 )
 from torch_overlay._functorch.streams.fx import has_streams, node_stream, storage_node
@@ -38,7 +38,7 @@ LAUNCH_US = 5.0
 
 
 @dataclass
-class Saved:
+class SavedTensor:
     """A tensor of the forward, and the nodes, itself or views of it, that are saved."""
 
     node: Node
@@ -61,7 +61,7 @@ class Pair:
         self.inputs = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
         results = {storage_node(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
         mutated = {storage_node(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
-        self.saved: dict[Node, Saved] = {}
+        self.saved: dict[Node, SavedTensor] = {}
         self.refused: dict[Node, str] = {}
         for node in self.outputs[count:]:
             value = tensor_of(node)
@@ -69,7 +69,7 @@ class Pair:
                 continue
             owner = storage_node(node)
             if owner.op == "call_function":
-                self.saved.setdefault(owner, Saved(owner)).members.append(node)
+                self.saved.setdefault(owner, SavedTensor(owner)).members.append(node)
         for owner, saved in list(self.saved.items()):
             if (why := self.why_not(saved, results, mutated)) is not None:
                 self.refused[owner] = why
@@ -78,7 +78,7 @@ class Pair:
             if owner not in self.refused and saved.value.device != self.device:
                 self.refused[owner] = "it is on another device"
 
-    def why_not(self, saved: Saved, results: set[Node], mutated: set[Node]) -> str | None:
+    def why_not(self, saved: SavedTensor, results: set[Node], mutated: set[Node]) -> str | None:
         value = tensor_of(saved.node)
         if saved.node in results:
             return "the caller gets it, or a view of it"
@@ -131,7 +131,7 @@ class Pair:
 
         return list(found) if visit(node) else None
 
-    def again(self, saved: Saved, known: Rates) -> Recompute | None:
+    def again(self, saved: SavedTensor, known: Rates) -> Recompute | None:
         recipe = self.recipe(saved.node)
         if recipe is None or not all(is_static(t) for n in recipe if (t := tensor_of(n)) is not None):
             return None
@@ -150,13 +150,13 @@ class Pair:
             if known.measured
             else {}
         )
-        forward = Reader(self.forward.graph, kept | {storage_node(n) for n in kept}, known, self.device, times)
+        forward = StepReader(self.forward.graph, kept | {storage_node(n) for n in kept}, known, self.device, times)
         names = {m.name: owner.name for owner, saved in self.saved.items() for m in saved.members}
         (output,) = self.backward.graph.find_nodes(op="output")
         gradients = {
             storage_node(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)
         }
-        backward = Reader(self.backward.graph, gradients, known, self.device, times)
+        backward = StepReader(self.backward.graph, gradients, known, self.device, times)
         steps = [Step(s.name, s.us, s.makes, frozenset(names.get(r, r) for r in s.reads)) for s in backward.steps]
         results = {storage_node(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
         saved = {owner.name: nbytes(s.value) for owner, s in self.saved.items()}

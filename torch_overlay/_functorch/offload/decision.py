@@ -101,10 +101,12 @@ def _tolerates(wanted: Settings, choice: Choice, budget: int, pair: Pair) -> boo
     return False
 
 
-def _report(pair: Pair, choice: Choice, budget: int, size: int, known: Rates) -> offload_log.Report:
+def _report(pair: Pair, choice: Choice, budget: int, size: int, known: Rates) -> offload_log.OffloadReport:
     by_name = {owner.name: saved for owner, saved in pair.saved.items()}
     rows = []
     for name in choice.chosen:
         node = by_name[name].node
-        rows.append(offload_log.Row(name, nbytes(by_name[name].value), str(node.meta.get("stack_trace") or "")))
-    return offload_log.Report(tuple(rows), choice, budget, size, known)
+        rows.append(
+            offload_log.OffloadedTensor(name, nbytes(by_name[name].value), str(node.meta.get("stack_trace") or ""))
+        )
+    return offload_log.OffloadReport(tuple(rows), choice, budget, size, known)

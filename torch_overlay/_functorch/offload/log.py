@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row:
+class OffloadedTensor:
     name: str  # of the node
     nbytes: int
     stack_trace: str
 
 
 @dataclass(frozen=True)
-class Report:
+class OffloadReport:
     """The decision for one forward and its backward."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[OffloadedTensor, ...]
     choice: Choice
     budget: int
     slab_bytes: int
@@ -47,7 +47,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopySchedule:
     """The copies of one compiled graph. A row is (node, the step that its copy is launched before, the step that waits
     for the copy).
 
@@ -66,17 +66,17 @@ class Copies:
         return ""
 
 
-_observers: list[Callable[[Report | Copies], None]] = []
+_observers: list[Callable[[OffloadReport | CopySchedule], None]] = []
 
 
-def subscribe(observer: Callable[[Report | Copies], None]) -> Callable[[], None]:
+def subscribe(observer: Callable[[OffloadReport | CopySchedule], None]) -> Callable[[], None]:
     """Call `observer` with everything that is published from now on; call the result to unsubscribe."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 
 
-def publish(found: Report | Copies) -> None:
-    if isinstance(found, Report):
+def publish(found: OffloadReport | CopySchedule) -> None:
+    if isinstance(found, OffloadReport):
         log.info("%s", found.summary())
     for observer in tuple(_observers):
         observer(found)

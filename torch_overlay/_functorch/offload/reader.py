@@ -66,7 +66,7 @@ def is_dense(value: torch.Tensor) -> bool:
 # ---- what the plan needs to know
 
 
-class Reader:
+class StepReader:
     """The steps of one graph, for the plan."""
 
     def __init__(

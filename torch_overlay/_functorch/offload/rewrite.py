@@ -28,7 +28,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-    from torch_overlay._functorch.offload.candidates import Pair, Saved
+    from torch_overlay._functorch.offload.candidates import Pair, SavedTensor
     from torch_overlay._functorch.offload.plan import Choice
 
 
@@ -62,7 +62,7 @@ def _name_owners(pair: Pair) -> None:
             node.meta["custom"] = {**node.meta.get("custom", {}), ops.OWNER: owner.name}
 
 
-def _store(pair: Pair, picked: list[Saved], offsets: list[int], device: int, budget: int, strict: bool) -> Node:
+def _store(pair: Pair, picked: list[SavedTensor], offsets: list[int], device: int, budget: int, strict: bool) -> Node:
     graph = pair.forward.graph
     first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
@@ -101,7 +101,7 @@ def _drop_outputs(pair: Pair, members: set[Node], slab: Node) -> Node:
 
 
 def _load(
-    pair: Pair, picked: list[Saved], offsets: list[int], slab: Node, replaced: Node, budget: int
+    pair: Pair, picked: list[SavedTensor], offsets: list[int], slab: Node, replaced: Node, budget: int
 ) -> dict[Node, Node]:
     """Load the picked tensors in the backward. Return the backward's node for each node of the forward."""
     graph = pair.backward.graph
@@ -128,7 +128,7 @@ def _load(
     return made
 
 
-def _compute_again(pair: Pair, again: list[Saved], made: dict[Node, Node]) -> None:
+def _compute_again(pair: Pair, again: list[SavedTensor], made: dict[Node, Node]) -> None:
     graph = pair.backward.graph
     position = {n: i for i, n in enumerate(graph.nodes)}
     names = {m.name for saved in again for m in saved.members}

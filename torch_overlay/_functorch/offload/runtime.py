@@ -53,11 +53,11 @@ class OffloadError(RuntimeError):
 # ---- copy streams
 
 
-class _Captured(threading.local):
+class _CopyStream(threading.local):
     stream: Callable[[int], Any] | None = None
 
 
-_captured = _Captured()
+_captured = _CopyStream()
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device, and whether it copies from the host
 
 

@@ -266,5 +266,5 @@ def place_copies(scheduler: Any, at_once: bool) -> None:
     if any(is_copy(n) for n in scheduler.nodes):
         schedule = Schedule(scheduler, at_once)
         scheduler.nodes, ScheduleNotes.of(scheduler).awaited_stores = schedule.place()
-        log.publish(log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
+        log.publish(log.CopySchedule(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
         ScheduleNotes.of(scheduler).slabs = slabs_of(scheduler)

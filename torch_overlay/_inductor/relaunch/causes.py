@@ -179,7 +179,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Refused(Cause):
-    region: Code
+    region: CodeFacts
 
     def __str__(self) -> str:
         where = self.line or (f"the region begins at {self.region.source}" if self.region.source else "")
@@ -215,7 +215,7 @@ def refusals() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeFacts:
     """A compiled region as its compiler describes it: properties that are the same at each call."""
 
     name: str

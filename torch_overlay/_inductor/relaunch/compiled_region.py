@@ -24,7 +24,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import FULL
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 
@@ -67,7 +67,7 @@ class CompiledRegion:
     """A compiled function (`model`) with its description, and the device that it runs on. `outside`: calls that ran as
     compiled, by the code of the cause."""
 
-    def __init__(self, model: Callable[[list[Any]], Any], code: Code, device: Any) -> None:
+    def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Any) -> None:
         self.model, self.code, self.device = model, code, device
         self.outside: Counter[str] = Counter()
 

@@ -23,7 +23,7 @@ from torch_overlay.table import aligned
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.notes import Partitions
     from torch_overlay._inductor.relaunch.runner import Runner
 
@@ -46,7 +46,7 @@ class CompiledCode:
 
     def __init__(
         self,
-        code: Code,
+        code: CodeFacts,
         partitions: Partitions,
         rewrites: Sequence[tuple[str, str]] = (),
         residents: Copies | None = None,
@@ -98,7 +98,7 @@ class Outside(Cause):
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionCoverage:
     """A region with a graph, or one that might get one. Counts are totals over all calls; `kernels` and `launches` are
     those of one call: kernels in generated code, and launches by the host once there is a graph. `nodes`: of all its
     graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it is captured, if it had several sizes;
@@ -126,7 +126,7 @@ class Function:
     name: str
     line: str
     calls: int
-    regions: tuple[Region, ...]
+    regions: tuple[RegionCoverage, ...]
     outside: tuple[Outside, ...]
     rewrites: tuple[tuple[str, str], ...] = ()
     copies: int = 0
@@ -320,9 +320,9 @@ def _merged(outside: Iterable[Outside]) -> list[Outside]:
     return [each for each in found.values() if each.calls]
 
 
-def _region(runner: Runner, kernels: int) -> Region:
+def _region(runner: Runner, kernels: int) -> RegionCoverage:
     graphs, by_graph = runner.graphs(), runner.launched()
-    return Region(
+    return RegionCoverage(
         name=runner.code.name,
         line=runner.code.source,
         calls=by_graph + sum(runner.outside.values()),

@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor.relaunch import notes
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.user_lines import source_line
 
 
@@ -28,14 +28,14 @@ def describe(
     mutated_input_idxs: Sequence[int] = (),
     partition: int | None = None,
     **_: Any,
-) -> Code:
+) -> CodeFacts:
     """Describe a graph, or the partition of it that has this number. The graph is unknown to a policy that is called by
     another one."""
     kind, name = _named(is_backward, is_inference)
     maps = getattr(graph, "partition_maps", None) or ()
     if partition is not None and len(maps) > 1:
         name += f", partition {partition}"
-    return Code(
+    return CodeFacts(
         name=name,
         device=index_now(written_index(device_index)),  # that of this rank, whichever compiled the code
         static_inputs=tuple(static_input_idxs),
@@ -57,7 +57,7 @@ def describe_partition(
     placeholders: Sequence[Any] = (),
     mutated_input_idxs: Sequence[int] = (),
     **kwargs: Any,
-) -> Code:
+) -> CodeFacts:
     assert graph.partition_maps is not None
     partition = graph.partition_maps[number]
     inputs = partition.input_index_mapping
@@ -78,7 +78,7 @@ def _first_kernel(graph: Any, number: int) -> str:
     return graphs[number][1] if number < len(graphs) else ""
 
 
-def describe_whole(compiled: Any) -> Code:
+def describe_whole(compiled: Any) -> CodeFacts:
     """Describe code that Inductor makes no graph of, for a refusal."""
     settings, info = compiled.fx_kwargs, compiled.cudagraph_info
     is_backward = bool(settings.get("is_backward"))
@@ -87,7 +87,7 @@ def describe_whole(compiled: Any) -> Code:
     if not source and info is not None:
         source = _first_line(info.placeholders, info.stack_traces or ())
     device = index_now(written_index(next(iter(compiled.device_idxs), 0)))
-    return Code(name, device, is_backward=is_backward, source=source, compile_id=_compile_id())
+    return CodeFacts(name, device, is_backward=is_backward, source=source, compile_id=_compile_id())
 
 
 def _named(is_backward: bool, is_inference: bool) -> tuple[str, str]:

@@ -54,7 +54,7 @@ from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
 from torch_overlay._inductor.relaunch.capture.recording import exchanges
-from torch_overlay._inductor.relaunch.causes import CAUSES, Code, Kind, refuse, Refused
+from torch_overlay._inductor.relaunch.causes import CAUSES, CodeFacts, Kind, refuse, Refused
 from torch_overlay._inductor.relaunch.describe import compiled_frame, describe, describe_partition, describe_whole
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 
@@ -242,7 +242,7 @@ def own_buffers(graph: Any) -> bool:
 def refuse_cpp_wrapper() -> None:
     """Report that code with a C++ wrapper gets no graph, since Inductor turns graphs off before there is any code."""
     message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
-    refuse(Refused.of("cpp-wrapper", message, region=Code(compiled_frame(), device=0)))
+    refuse(Refused.of("cpp-wrapper", message, region=CodeFacts(compiled_frame(), device=0)))
 
 
 def _launches(compiled: Any) -> bool:
@@ -259,7 +259,7 @@ def _is_partitioned(graph: Any) -> bool:
 
 
 def _wrap(
-    model: Callable[..., Any], code: Code, number: int, *, is_inference: bool = False, **_: Any
+    model: Callable[..., Any], code: CodeFacts, number: int, *, is_inference: bool = False, **_: Any
 ) -> Callable[..., Any]:
     from torch_overlay._inductor.relaunch.runner import Runner
 

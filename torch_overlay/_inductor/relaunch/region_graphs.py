@@ -24,7 +24,7 @@ from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import causes, compiled_region, keys, runners, split_off
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.allocations import Plan
+from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest, capturing, make_graph_for_any_size
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
@@ -212,13 +212,13 @@ MOST_SEEN = 4
 ANY = object()  # in the key of a graph for any size
 
 
-class Runner(Protocol):
+class RegionRunner(Protocol):
     """The runner of a region, as far as it is asked here."""
 
     region: CompiledRegion
     keys: CallKeys
     states: States
-    plan: Plan | None
+    plan: AllocationPlan | None
     any_size: AnySizeGraph
 
     @property
@@ -244,7 +244,7 @@ class AnySizeGraph:
         self.failures = 0
         self.why_not = ""
 
-    def note(self, runner: Runner, inputs: Sequence[Any]) -> None:
+    def note(self, runner: RegionRunner, inputs: Sequence[Any]) -> None:
         """Note the sizes of a call. Those of calls with tensors that have no address show too little."""
         if len(self.seen) == MOST_SEEN or runner.keys.scalars or runner.keys.seeds or _lack_address(inputs):
             return
@@ -258,7 +258,7 @@ class AnySizeGraph:
         aligned: such a call shows nothing."""
         self.calls_operators |= operators > 0 and are_aligned
 
-    def run(self, runner: Runner, key: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
+    def run(self, runner: RegionRunner, key: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
         """Launch the graph, which is made first if it can be. Return None if there is none, if it is not for these
         numbers, or if the size with this key has a graph of its own."""
         own = runner.states.get(key)
@@ -286,7 +286,7 @@ class AnySizeGraph:
                 inputs[:] = originals or inputs
         return None
 
-    def _state(self, runner: Runner, inputs: Sequence[Any]) -> Any:
+    def _state(self, runner: RegionRunner, inputs: Sequence[Any]) -> Any:
         key_of = self.key_of  # another thread may drop the graph
         if key_of is not None and (state := runner.states.get(key := key_of(inputs))) is not None:
             runner.states.touch(key)
@@ -309,16 +309,16 @@ class AnySizeGraph:
             capturing.release()
         return None
 
-    def describe(self, runner: Runner) -> str:
+    def describe(self, runner: RegionRunner) -> str:
         """Say how a region of several sizes is captured; an empty text if it had one size."""
         if _keys(runner):
             return "one graph serves any size"
         why = self._obstacle(runner) or self.why_not
         return f"each size has a graph of its own: {why}" if why and len(runner.states) > 1 else ""
 
-    def _obstacle(self, runner: Runner) -> str:
+    def _obstacle(self, runner: RegionRunner) -> str:
         """Say why a graph for any size is not tried; an empty text if nothing prevents it."""
-        plan = runner.plan or Plan()
+        plan = runner.plan or AllocationPlan()
         own = next((key for key in list(runner.states) if not _is_any(key)), ())
         obstacles = {
             "it calls operators, which choose kernels by size": self.calls_operators,
@@ -340,7 +340,7 @@ class AnySizeGraph:
                 best = seen, varied
         return best
 
-    def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> Any:
+    def _make(self, runner: RegionRunner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> Any:
         assert runner.plan is not None
         region = runner.region
         alignments = [LEAST] * len(inputs)
@@ -367,11 +367,11 @@ class AnySizeGraph:
             self.varied, self.key_of, self.why_not = varied, lambda inputs: (ANY, others_of(inputs)), ""
             return runner.region_graphs.add(self.key_of(inputs), made, launcher.nodes)
 
-    def _fail(self, runner: Runner, why: str) -> None:
+    def _fail(self, runner: RegionRunner, why: str) -> None:
         causes.log.info("%s: no graph for any size: %s", runner.region.code.name, why)
         self.failures, self.why_not = self.failures + 1, why
 
-    def _drop(self, runner: Runner) -> None:
+    def _drop(self, runner: RegionRunner) -> None:
         for key in _keys(runner):
             runner.states.drop(key)
 
@@ -385,7 +385,7 @@ def _lack_address(inputs: Sequence[Any]) -> bool:
     return any(capture.is_region(value) and not address_of(value) for value in inputs)
 
 
-def _keys(runner: Runner) -> list[Any]:
+def _keys(runner: RegionRunner) -> list[Any]:
     return [key for key in list(runner.states) if _is_any(key)]
 
 

@@ -31,7 +31,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, causes, keys, runners
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
+from torch_overlay._inductor.relaunch.capture.allocations import (
+    AllocationObserver,
+    AllocationPlan,
+    namespace_of,
+    observed,
+    storages,
+    Watch,
+)
 from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion, LEAST
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import ByNode
@@ -48,7 +55,7 @@ from torch_overlay.csrc import DriverError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.staged import Graph
     from torch_overlay._inductor.relaunch.states import State
 
@@ -62,14 +69,14 @@ class Run(NamedTuple):
     `frees_inputs`: whether it is a backward that frees any."""
 
     result: Any
-    plan: Plan
+    plan: AllocationPlan
     frees_inputs: bool
     seeds: frozenset[int] = frozenset()
     operators: int = 0
     are_aligned: bool = True
 
 
-class _Held:
+class _InputStorages:
     """The storages of a region's inputs, before a run that may free them."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
@@ -95,11 +102,11 @@ class FirstRuns:
 
     def observe(self, inputs: list[Any]) -> Run:
         given, generators = storages(inputs), self.device.generators(inputs)
-        held = _Held(inputs)
+        held = _InputStorages(inputs)
         are_aligned = not any(address_of(v) % LEAST for v in inputs)
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
-        observer = Observer()
+        observer = AllocationObserver()
         namespace = namespace_of(self.region.model)
         watch = Watch(observer, lambda number, call: call(), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
@@ -107,21 +114,23 @@ class FirstRuns:
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
-        plan = observer.plan(fresh, self._with_run(Plan(), held, generators, drawn))
+        plan = observer.plan(fresh, self._with_run(AllocationPlan(), held, generators, drawn))
         seeds = frozenset([at[address] for address in noted & at.keys()])
         return Run(result, plan, self._frees(held), seeds, watch.count, are_aligned)
 
-    def repeat(self, inputs: list[Any], known: Plan) -> Run:
+    def repeat(self, inputs: list[Any], known: AllocationPlan) -> Run:
         """Run a region of which an observed run has shown `known`."""
-        generators, held = self.device.generators(inputs), _Held(inputs)
+        generators, held = self.device.generators(inputs), _InputStorages(inputs)
         drawn = [g.get_offset() for g in generators]
         result = self.run(inputs)
         return Run(result, self._with_run(known, held, generators, drawn), self._frees(held))
 
-    def _frees(self, held: _Held) -> bool:
+    def _frees(self, held: _InputStorages) -> bool:
         return self.is_backward and held.are_freed()
 
-    def _with_run(self, plan: Plan, held: _Held, generators: Sequence[Any], drawn: Sequence[int]) -> Plan:
+    def _with_run(
+        self, plan: AllocationPlan, held: _InputStorages, generators: Sequence[Any], drawn: Sequence[int]
+    ) -> AllocationPlan:
         """Add to a plan which inputs a run has freed, and how far it advanced the generators from `drawn`."""
         dying = held.freed_large()
         advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
@@ -137,7 +146,7 @@ class FirstRuns:
 class Runner:
     """Runs the calls of a region. `plan`: that of the latest size that was observed."""
 
-    def __init__(self, model: Callable[[list[Any]], Any], code: Code, device: Any = None) -> None:
+    def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Any = None) -> None:
         if device is None:
             from torch_overlay._inductor.relaunch.capture.device import Cuda
 
@@ -148,7 +157,7 @@ class Runner:
         self.states = States(config.cudagraph_templates, config.cudagraph_executables)
         self.region_graphs = RegionGraphs(self.region, self.states, self.keys)
         self.any_size = AnySizeGraph()
-        self.plan: Plan | None = None
+        self.plan: AllocationPlan | None = None
         self.compiled: Any = None  # coverage.CompiledCode
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once

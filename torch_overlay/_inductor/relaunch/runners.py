@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sized
 
 
-class Runner(Protocol):
+class LiveRunner(Protocol):
     @property
     def states(self) -> Sized: ...
 
     def forget(self) -> None: ...
 
 
-known: weakref.WeakSet[Runner] = weakref.WeakSet()
+known: weakref.WeakSet[LiveRunner] = weakref.WeakSet()
 
 
 @on_reset

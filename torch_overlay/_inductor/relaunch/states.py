@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torch_overlay._inductor.relaunch import attention_seeds, compiled_region, keys
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.allocations import Plan
+from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
@@ -35,7 +35,7 @@ from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Sequence
 
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Graph, Split
     from torch_overlay._inductor.relaunch.verify import Verified
@@ -49,7 +49,7 @@ class State:
 
     def __init__(self) -> None:
         self.warm_in: set[int] = set()  # threads that ran it; libraries keep some of their choices per thread
-        self.plan = Plan()
+        self.plan = AllocationPlan()
         self.alignments: dict[int, int] = {}  # that the calls so far need
         self.captured_for: dict[int, int] = {}  # those that the graph was captured for
         self.failures = 0
@@ -195,7 +195,7 @@ class CallKeys:
     those that are in none: `seeds` of attention, and `free` numbers. `kept`: numbers that had to be put into the key,
     and why. `key_of` makes the key of a call; None before the first call."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: CodeFacts) -> None:
         self.code = code
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
         self.keyed: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import OfInput, OfStorage, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
 
@@ -54,7 +54,7 @@ class Verified:
         self,
         relaunch: Relaunch | Split,
         plain: Callable[[list[Any]], Any],
-        code: Code,
+        code: CodeFacts,
         clone: Callable[..., torch.Tensor],
     ) -> None:
         self.relaunch, self.plain, self.code, self.clone = relaunch, plain, code, clone

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._inductor.streams.plan import Plan
-    from torch_overlay._inductor.streams.planned_region import Region
+    from torch_overlay._inductor.streams.planned_region import PlannedRegion
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
 _RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_back"
@@ -102,11 +102,11 @@ def _takes_layout(node: BaseSchedulerNode) -> bool:
     return isinstance(overload, torch._ops.OpOverload) and bool(_LAYOUT_ONLY.fullmatch(overload._schema.name))
 
 
-class Emitter(Protocol):
+class AlignmentEmitter(Protocol):
     """What aligned copies ask of whoever writes a region's lines."""
 
     scheduler: Scheduler
-    region: Region
+    region: PlannedRegion
     plan: Plan
     wrapper: Any
     root: Any
@@ -119,7 +119,7 @@ class Emitter(Protocol):
 class AlignedInputs:
     """The aligned copies of one region's inputs, while its lines are written."""
 
-    def __init__(self, emitter: Emitter) -> None:
+    def __init__(self, emitter: AlignmentEmitter) -> None:
         self.emitter, self.wrapper = emitter, emitter.wrapper
         graph: Any = V.graph
         checked = {graph.graph_input_names[i]: i for i in graph.inputs_to_check or ()}

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._inductor.streams.planned_region import Region
+    from torch_overlay._inductor.streams.planned_region import PlannedRegion
 
 
 class RegionEmitter(RegionNames):
     """Writes one plan into the lines of the wrapper that is being generated."""
 
-    def __init__(self, scheduler: Scheduler, region: Region) -> None:
+    def __init__(self, scheduler: Scheduler, region: PlannedRegion) -> None:
         self.scheduler = scheduler
         self.wrapper: Any = V.graph.wrapper_code
         super().__init__(root_of(self.wrapper), region)

@@ -70,7 +70,7 @@ class Placed:
 
 
 @dataclasses.dataclass
-class _Step:
+class _PassStep:
     made: list[Node] = dataclasses.field(default_factory=list)
     replaced: dict[Node, None] = dataclasses.field(default_factory=dict)
     erased: dict[Node, None] = dataclasses.field(default_factory=dict)
@@ -92,8 +92,8 @@ class PassLog:
     def __init__(self, gm: GraphModule, before: dict[Node, Placed]) -> None:
         self.before = before
         self._gm = gm
-        self._steps = [_Step()]
-        self._step_of: dict[Node, _Step] = {}  # of a node that the pass made
+        self._steps = [_PassStep()]
+        self._step_of: dict[Node, _PassStep] = {}  # of a node that the pass made
         self._inputs: dict[Node, frozenset[Node]] = {}  # of a node that the pass made and erased
         self._heirs: dict[Node, dict[Node, None]] = {}  # replaced node -> what its readers were given
         self._given: dict[Node, dict[Node, None]] = {}  # what readers were given -> replaced nodes
@@ -109,7 +109,7 @@ class PassLog:
         # Functions, not bound methods: a pass may copy the module deeply, and its hooks with it.
         def on_create(node: Node) -> None:
             if self._steps[-1].replaced or self._steps[-1].erased:
-                self._steps.append(_Step())
+                self._steps.append(_PassStep())
             self._steps[-1].made.append(node)
             self._step_of[node] = self._steps[-1]
             self._names[node.name] = node

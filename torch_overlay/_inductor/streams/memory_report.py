@@ -20,7 +20,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBuffer:
     """A buffer of `size` bytes in the memory of `stream`, used last by operation `last` on stream `reader`, and freed
     before operation `until`; the number of operations means at the exit.
     """
@@ -34,12 +34,12 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """The most bytes that are alive at once, with the plan and on one stream, and the buffers that are held longer."""
 
     peak: int
     peak_on_one_stream: int
-    held: tuple[Held, ...]
+    held: tuple[HeldBuffer, ...]
 
 
 def _freed_before(plan: Plan, buffer: Buffer, on_one_stream: bool) -> int:
@@ -63,16 +63,16 @@ def _peak(plan: Plan, buffers: list[Buffer], on_one_stream: bool) -> int:
     return peak
 
 
-def account(plan: Plan) -> Memory:
+def account(plan: Plan) -> PeakMemory:
     """Return what the plan keeps alive. A size that is known only at run time counts as it was when it was compiled."""
     buffers = [b for b in plan.buffers if b.size and plan.uses.get(b.name)]
     held = []
     for buffer in buffers:
         last, until = max(plan.uses[buffer.name]), _freed_before(plan, buffer, False)
         if until > _freed_before(plan, buffer, True):
-            held.append(Held(buffer.name, buffer.size, buffer.stream, last, plan.ops[last].stream, until))
+            held.append(HeldBuffer(buffer.name, buffer.size, buffer.stream, last, plan.ops[last].stream, until))
     held.sort(key=lambda h: (-h.size, h.name))
-    return Memory(_peak(plan, buffers, False), _peak(plan, buffers, True), tuple(held))
+    return PeakMemory(_peak(plan, buffers, False), _peak(plan, buffers, True), tuple(held))
 
 
 def amount(size: float) -> str:

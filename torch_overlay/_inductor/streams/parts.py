@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class ElementSpan:
     """The elements offset + sum(i * stride for i in range(size)) of a buffer, over all dimensions (size, stride)."""
 
     offset: int
@@ -56,7 +56,7 @@ class Span:
             reached += (size - 1) * stride
         return True
 
-    def contains(self, other: Span) -> bool:
+    def contains(self, other: ElementSpan) -> bool:
         return self == other or (self.is_dense and self.offset <= other.offset and other.last <= self.last)
 
     def residues(self, period: int) -> range | None:
@@ -65,7 +65,7 @@ class Span:
         width = sum((size - 1) * stride for size, stride in self.dims if stride % period)
         return range(first, first + width + 1) if first + width < period else None
 
-    def is_disjoint(self, other: Span) -> bool:
+    def is_disjoint(self, other: ElementSpan) -> bool:
         """True if the spans are provably disjoint: by their intervals, or by the intervals of remainders (columns, and
         elements in turns).
         """
@@ -79,16 +79,16 @@ class Span:
         return False
 
 
-def span_of(offset: Any, sizes: Iterable[Any], strides: Iterable[Any]) -> Span | None:
+def span_of(offset: Any, sizes: Iterable[Any], strides: Iterable[Any]) -> ElementSpan | None:
     """Return the span; None unless all are numbers, and none of the strides is negative."""
     dims = tuple((size, stride) for size, stride in zip(sizes, strides) if size != 1 and stride != 0)
     numbers = [offset, *(number for dim in dims for number in dim)]
     if not all(isinstance(n, int | sympy.Integer) and n >= 0 for n in numbers) or any(not size for size, _ in dims):
         return None
-    return Span(int(offset), tuple((int(size), int(stride)) for size, stride in dims))
+    return ElementSpan(int(offset), tuple((int(size), int(stride)) for size, stride in dims))
 
 
-def _span_of_dep(dep: Dep) -> Span | None:
+def _span_of_dep(dep: Dep) -> ElementSpan | None:
     if not isinstance(dep, MemoryDep) or not isinstance(dep.index, sympy.Expr):
         return None
     strides: list[Any] = [dep.index.coeff(var) for var in dep.var_names]
@@ -99,13 +99,13 @@ def _span_of_dep(dep: Dep) -> Span | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Access:
+class PartAccess:
     storage: str
-    span: Span | None  # None: the whole buffer, or an unknown part
+    span: ElementSpan | None  # None: the whole buffer, or an unknown part
     writes: bool
 
 
-def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator[Access]:
+def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator[PartAccess]:
     """Yield the accesses of a scheduler node. `storage` names the buffer that an update in place updates."""
     for part in node.get_nodes():
         mutated = {storage(name) for output in part.get_outputs() for name in output.get_mutations()}
@@ -114,44 +114,46 @@ def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator
             memory, source = inputs
             layout = part.node.part
             span = _span_of_layout(layout) if layout.dtype == memory.get_dtype() else None
-            yield Access(storage(memory.get_name()), span, True)
-            yield Access(storage(source.get_name()), _span_of_view(source), False)
+            yield PartAccess(storage(memory.get_name()), span, True)
+            yield PartAccess(storage(source.get_name()), _span_of_view(source), False)
             continue
         if type(part.node) is ir.ExternKernelOut:
             yield from _of_library_kernel(part.node, mutated, storage)
             continue
-        yield from (Access(name, None, True) for name in mutated - {storage(d.name) for d in part.read_writes.writes})
+        yield from (
+            PartAccess(name, None, True) for name in mutated - {storage(d.name) for d in part.read_writes.writes}
+        )
         for dep in part.read_writes.writes:
-            yield Access(storage(dep.name), _span_of_dep(dep), True)
+            yield PartAccess(storage(dep.name), _span_of_dep(dep), True)
         for dep in part.read_writes.reads:
             is_order = not isinstance(dep, MemoryDep) and isinstance(part.node, ir.ComputedBuffer)
             if not (is_order and storage(dep.name) in mutated):
-                yield Access(storage(dep.name), _span_of_dep(dep), False)
+                yield PartAccess(storage(dep.name), _span_of_dep(dep), False)
 
 
-def _of_library_kernel(kernel: Any, mutated: set[str], storage: Callable[[str], str]) -> Iterator[Access]:
-    yield Access(storage(kernel.get_name()), _span_of_view(kernel.output_view) if mutated else None, True)
+def _of_library_kernel(kernel: Any, mutated: set[str], storage: Callable[[str], str]) -> Iterator[PartAccess]:
+    yield PartAccess(storage(kernel.get_name()), _span_of_view(kernel.output_view) if mutated else None, True)
     for value in kernel.inputs:
-        yield Access(storage(value.get_name()), _span_of_view(value), False)
+        yield PartAccess(storage(value.get_name()), _span_of_view(value), False)
 
 
-def _span_of_view(value: Any) -> Span | None:
+def _span_of_view(value: Any) -> ElementSpan | None:
     if not isinstance(value, ir.ReinterpretView) or value.get_dtype() != value.unwrap_view().get_dtype():
         return None
     return _span_of_layout(value.layout)
 
 
-def _span_of_layout(layout: ir.Layout) -> Span | None:
+def _span_of_layout(layout: ir.Layout) -> ElementSpan | None:
     return span_of(layout.offset, layout.size, layout.stride)
 
 
-def parts(known: Sequence[Span | None], written: Iterable[Span | None]) -> list[frozenset[int]] | None:
+def parts(known: Sequence[ElementSpan | None], written: Iterable[ElementSpan | None]) -> list[frozenset[int]] | None:
     """Return, for each known access, the numbers of the parts that it touches; 0 is the rest. None if all touch a
     common one.
     """
-    groups: list[list[Span]] = []
+    groups: list[list[ElementSpan]] = []
 
-    def met(span: Span) -> list[int]:
+    def met(span: ElementSpan) -> list[int]:
         return [n for n, group in enumerate(groups, 1) if not all(span.is_disjoint(other) for other in group)]
 
     for span in sorted({span for span in written if span is not None}, key=lambda span: span.count):

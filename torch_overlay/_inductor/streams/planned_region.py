@@ -150,7 +150,7 @@ def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
 
 
 @dataclass(frozen=True)
-class Region:
+class PlannedRegion:
     """A planned list of scheduler nodes: its plan, and for each node the index of its operation in the plan."""
 
     plan: Plan
@@ -189,7 +189,7 @@ def plan_region(
     nodes: Sequence[BaseSchedulerNode],
     enclosed: bool,
     known: Mapping[int, frozenset[Token]] | None = None,
-) -> Region:
+) -> PlannedRegion:
     """Plan the given nodes, in their order. `known`: see `plan_streams`."""
     reader = RegionReader(scheduler, nodes, enclosed)
     reader.read()
@@ -198,7 +198,9 @@ def plan_region(
     plan = plan_streams(reader.ops, buffers, reader.promised(), known)
     private = frozenset(reader.tokens.private)
     concerned = reader.tokens.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))
-    return Region(plan, reader.index, reader.devices, reader.tokens.numbers, private, enclosed, frozenset(concerned))
+    return PlannedRegion(
+        plan, reader.index, reader.devices, reader.tokens.numbers, private, enclosed, frozenset(concerned)
+    )
 
 
 _plan_observers: list[Callable[[Plan], None]] = []

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.streams.plan import Op
 
 
-class _Clock:
+class _StreamClock:
     """A vector clock: the position per stream, and the boundary tokens, that a point of a stream is ordered after."""
 
     __slots__ = ("seen", "tokens")
@@ -41,10 +41,10 @@ class _Clock:
         self.seen = seen if seen is not None else {}
         self.tokens = tokens if tokens is not None else set()
 
-    def copy(self) -> _Clock:
-        return _Clock(dict(self.seen), set(self.tokens))
+    def copy(self) -> _StreamClock:
+        return _StreamClock(dict(self.seen), set(self.tokens))
 
-    def join(self, other: _Clock) -> None:
+    def join(self, other: _StreamClock) -> None:
         for stream, position in other.seen.items():
             if self.seen.get(stream, -1) < position:
                 self.seen[stream] = position
@@ -72,8 +72,8 @@ class _Planner:
         self.buffers = tuple(buffers)
         self.fresh = {view: b for b in buffers if b.fresh for view in (b.name, *b.views)}
         self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
-        self.clocks: dict[int, _Clock] = {}
-        self.at: list[_Clock | None] = []  # clock of each operation, itself included
+        self.clocks: dict[int, _StreamClock] = {}
+        self.at: list[_StreamClock | None] = []  # clock of each operation, itself included
         self.launched: dict[str, int] = {}  # operations by name
         self.on_stream: dict[int, list[int]] = defaultdict(list)
         self.writers: dict[str, list[int]] = defaultdict(list)
@@ -84,10 +84,10 @@ class _Planner:
         self.waits: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (record position, stream) -> waits
         self.boundary_waits: list[BoundaryWait] = []
 
-    def clock(self, stream: int) -> _Clock:
+    def clock(self, stream: int) -> _StreamClock:
         clock = self.clocks.get(stream)
         if clock is None:
-            clock = self.clocks[stream] = _Clock({}, self.state_at_entry(stream) if stream != HOST else set())
+            clock = self.clocks[stream] = _StreamClock({}, self.state_at_entry(stream) if stream != HOST else set())
         return clock
 
     def state_at_entry(self, stream: int) -> set[Token]:
@@ -279,7 +279,7 @@ class _Planner:
             self.order_after(len(self.ops), stream, predecessors[stream], promised.get(stream, frozenset()))
 
     @staticmethod
-    def covers_all(clock: _Clock | None, accesses: list[tuple[int, int]]) -> bool:
+    def covers_all(clock: _StreamClock | None, accesses: list[tuple[int, int]]) -> bool:
         return clock is not None and all(clock.covers(stream, i) for stream, i in accesses)
 
     def uses(self, buffer: Buffer) -> set[int]:

@@ -53,7 +53,7 @@ from torch_overlay._inductor.streams.graph_facts import (
     saved_on_streams,
     stream_devices,
 )
-from torch_overlay._inductor.streams.parts import Access, accesses, parts
+from torch_overlay._inductor.streams.parts import accesses, PartAccess, parts
 from torch_overlay._inductor.streams.plan import HOST, Op
 
 
@@ -442,7 +442,7 @@ class RegionReader:
             if len({self.ops[i].stream for i in users.get(name, ())}) < 2:
                 continue
             mine = [(i, a) for i, a in found if a.storage == name and i in users[name]]
-            mine += [(i, Access(name, None, True)) for i in users[name] - {i for i, _ in mine}]
+            mine += [(i, PartAccess(name, None, True)) for i in users[name] - {i for i, _ in mine}]
             numbers = parts([a.span for _, a in mine], [a.span for _, a in mine if a.writes])
             if numbers is None:
                 continue

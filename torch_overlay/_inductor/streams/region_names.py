@@ -34,7 +34,7 @@ from torch_overlay._inductor.streams.graph_facts import stream_devices
 
 
 if TYPE_CHECKING:
-    from torch_overlay._inductor.streams.planned_region import Region
+    from torch_overlay._inductor.streams.planned_region import PlannedRegion
 
 
 RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_stream, set_stream"
@@ -80,7 +80,7 @@ def record_stream_text(name: str, stream: str) -> str:
 class RegionNames:
     """The names of one region, and its definition. `root`: the wrapper of the whole generated module."""
 
-    def __init__(self, root: Any, region: Region) -> None:
+    def __init__(self, root: Any, region: PlannedRegion) -> None:
         self.root, self.region, self.plan = root, region, region.plan
         notes = WrapperNotes.of(root)
         self.number, notes.regions = notes.regions, notes.regions + 1

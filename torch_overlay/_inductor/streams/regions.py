@@ -24,7 +24,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import owner_of
 from torch_overlay._inductor.streams.emitter import RegionEmitter
-from torch_overlay._inductor.streams.planned_region import plan_region, Region
+from torch_overlay._inductor.streams.planned_region import plan_region, PlannedRegion
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream
 
 
@@ -72,7 +72,7 @@ def _known_at_entry(scheduler: Scheduler) -> Mapping[int, frozenset[Token]]:
     return {CALLERS_STREAM: known[CALLERS_STREAM]} if known and _is_partition() else known
 
 
-def _note_known(scheduler: Scheduler, known: Mapping[int, frozenset[Token]], region: Region) -> None:
+def _note_known(scheduler: Scheduler, known: Mapping[int, frozenset[Token]], region: PlannedRegion) -> None:
     """Note which states the streams have waited for after the region. A graph's work is the caller's stream's work once
     the graph has been launched.
     """

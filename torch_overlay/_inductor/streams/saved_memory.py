@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import Scheduler
 
     from torch_overlay._inductor.streams.plan import Plan
-    from torch_overlay._inductor.streams.planned_region import Region
+    from torch_overlay._inductor.streams.planned_region import PlannedRegion
 
 
 def note_owners(plan: Plan) -> None:
@@ -79,7 +79,7 @@ def settle_owners(owners: Sequence[int | None]) -> None:
             note_fact(value, memory=None)
 
 
-def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
+def users_of_results(scheduler: Scheduler, region: PlannedRegion) -> Iterator[tuple[str, int]]:
     """Yield buffers that the graph returns, each with a stream to be recorded on it (`record_stream`), beside the one
     that it was allocated on. The region that makes a value does so: in another one, such as that which allocates the
     memory that it is a view of, it may have no name.
@@ -88,7 +88,7 @@ def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str
     yield from ((name, stream) for name, stream in _users_of_results(scheduler, region) if name in made)
 
 
-def _users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
+def _users_of_results(scheduler: Scheduler, region: PlannedRegion) -> Iterator[tuple[str, int]]:
     if V.graph.name is not None or V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
         yield from _callers_of_side_streams(scheduler)
         return

@@ -34,7 +34,7 @@ from torch_overlay._inductor.streams.plan import HOST
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
-    from torch_overlay._inductor.streams.planned_region import Region
+    from torch_overlay._inductor.streams.planned_region import PlannedRegion
 
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
@@ -44,7 +44,7 @@ def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
     return bool(known) and all(CALLER in (fact.after or ()) and CALLER in fact.promises for fact in known)
 
 
-def _hands_out(region: Region) -> bool:
+def _hands_out(region: PlannedRegion) -> bool:
     """True if the caller gets memory of a side stream, which it may use there and drop while that stream still reads
     it.
     """
@@ -58,7 +58,7 @@ def _hands_out(region: Region) -> bool:
     return False
 
 
-def follows_one_stream_when_idle(region: Region, limit_us: float) -> bool:
+def follows_one_stream_when_idle(region: PlannedRegion, limit_us: float) -> bool:
     """True for a region whose side streams can't pay on an idle device, as each of its kernels takes less than
     `limit_us`, what a launch costs. With 0 there is none.
     """

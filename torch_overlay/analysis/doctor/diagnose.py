@@ -24,7 +24,7 @@ from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.user_lines import is_in_torch
 from torch_overlay.analysis.doctor import eager, fresh_start, remedies, timeline
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, VARY, Work
-from torch_overlay.analysis.doctor.timeline import Timeline
+from torch_overlay.analysis.doctor.timeline import StepTimeline
 from torch_overlay.testing import observe
 from torch_overlay.testing._simulate import active
 
@@ -60,7 +60,7 @@ def diagnose(
     if steps < 4:
         raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
     simulated = active() is not None
-    job = _Job(args, backward, steps, simulated, fresh_start.Saved(() if simulated else args))
+    job = _Job(args, backward, steps, simulated, fresh_start.SavedArguments(() if simulated else args))
     first = job.measure(fn)
     trials: list[Trial] = []
     without = None
@@ -143,7 +143,7 @@ class _Measured:
         self.ms: float | None = None
         self.guards_us: float | None = None
         self.results: list[torch.Tensor] = []
-        self.timeline = Timeline()
+        self.timeline = StepTimeline()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Job:
     backward: bool
     steps: int
     simulated: bool
-    saved: fresh_start.Saved
+    saved: fresh_start.SavedArguments
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)  # what is called for a function, by its id
 
     @property
@@ -204,7 +204,7 @@ class _Job:
             is_random = not all(map(torch.equal, generators, fresh_start.generators()))
             found.ms = _least_ms(lambda: self.step(run))
             found.guards_us = guards_us(lambda: self.step(run), found.ms) if detail else None
-            found.timeline = timeline.take(lambda: self.step(run)) if detail else Timeline()
+            found.timeline = timeline.take(lambda: self.step(run)) if detail else StepTimeline()
             with eager.noted_waits() as noted:
                 self.step(run)
             torch.cuda.synchronize()

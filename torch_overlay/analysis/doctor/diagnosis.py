@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.causes import Cause
-from torch_overlay.analysis.doctor.timeline import Timeline
+from torch_overlay.analysis.doctor.timeline import StepTimeline
 from torch_overlay.analysis.timelines.svg import escape
 
 
@@ -114,7 +114,7 @@ class Diagnosis:
     ended: str = ""
     of_run: bool = False  # a script: counts are those of its run, from the first compiled code on
     work: Work = Work()
-    timeline: Timeline = field(default=Timeline(), repr=False)  # one step; empty if nothing was timed
+    timeline: StepTimeline = field(default=StepTimeline(), repr=False)  # one step; empty if nothing was timed
     guards_us: float | None = None  # of a step; None if it was not measured
     results: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)  # of the last step counted
 

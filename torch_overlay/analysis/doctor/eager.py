@@ -117,7 +117,7 @@ WAITS = (
 )
 
 
-class Eager:
+class EagerLaunches:
     """`launches`: for each code of a cause and line, how often each operator was called; `waits` by line."""
 
     def __init__(self) -> None:
@@ -150,10 +150,10 @@ class Eager:
         return found
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Eager) -> None:
+    def __init__(self, seen: EagerLaunches) -> None:
         super().__init__()
         self.seen = seen
 
@@ -233,13 +233,13 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Eager]:
+def watched() -> Iterator[EagerLaunches]:
     """See what this thread, and threads that start inside, do beside compiled code, once there is compiled code."""
-    seen = Eager()
+    seen = EagerLaunches()
     start = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run(thread: threading.Thread) -> None:
-        with _Watch(seen):
+        with _OperatorWatch(seen):
             start(thread)
 
     def counted(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,5 +255,5 @@ def watched() -> Iterator[Eager]:
         stack.enter_context(mock.patch.object(threading.Thread, "_bootstrap_inner", run))
         for owner, name in WAITS:
             stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
-        stack.enter_context(_Watch(seen))
+        stack.enter_context(_OperatorWatch(seen))
         yield seen

@@ -25,7 +25,7 @@ def generators() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
-class Saved:
+class SavedArguments:
     """The memory of arguments, of modules among them as well, kept on the host."""
 
     def __init__(self, args: Any) -> None:

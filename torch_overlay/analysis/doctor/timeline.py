@@ -13,7 +13,7 @@ from torch_overlay.analysis.timelines.svg import escape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch_overlay.analysis.doctor.eager import Eager
+    from torch_overlay.analysis.doctor.eager import EagerLaunches
 
 MOST = 2000  # spans in a picture
 HEIGHT = 22  # pixels of a lane
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """One step. `operators`: (host us, device us) of each operator that torch ran, by "namespace::name"."""
 
     spans: tuple[Span, ...] = ()
@@ -40,7 +40,7 @@ class Timeline:
     def device_us(self, in_graph: bool) -> float:
         return sum(s.duration_us for s in self.spans if s.lane != "host" and s.in_graph is in_graph)
 
-    def of(self, seen: Eager) -> dict[Any, tuple[float, float]]:
+    def of(self, seen: EagerLaunches) -> dict[Any, tuple[float, float]]:
         """Return the times of each operator, and of each line of eager code."""
         known = self.operators or {}
         return {**known, **seen.times(known)}
@@ -66,7 +66,7 @@ class Timeline:
         )
 
 
-def take(step: Callable[[], Any]) -> Timeline:
+def take(step: Callable[[], Any]) -> StepTimeline:
     """Run a step under torch's profiler."""
     from torch.profiler import profile, ProfilerActivity
 
@@ -75,7 +75,7 @@ def take(step: Callable[[], Any]) -> Timeline:
         torch.cuda.synchronize()
     operators = {e.key: (e.cpu_time_total, e.device_time_total) for e in profiled.key_averages() if "::" in e.key}
     results = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    return Timeline(tuple(spans_of(results.events() if results is not None else ())), operators)
+    return StepTimeline(tuple(spans_of(results.events() if results is not None else ())), operators)
 
 
 def spans_of(events: Iterable[Any]) -> list[Span]:

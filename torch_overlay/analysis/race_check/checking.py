@@ -54,7 +54,7 @@ CALLER = "the caller"
 
 
 @dataclass(frozen=True)
-class Eager:
+class EagerOrder:
     """The order that eager provides. `promises`: the guarantees after each call (None: not known). `keeps`: captured
     tensors that the caller must not write between calls, because that would race in eager. `recorded_on`: allocation
     streams of outputs on which the caller must call `record_stream`, because the allocator would reuse their memory
@@ -109,7 +109,7 @@ def check(
         if compile:
             runs = as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
         args = _simulated(gpu, args)
-        before = Eager()
+        before = EagerOrder()
         notes: list[str] = []
         device = SimulatedDevice(gpu, rewrite=rewrite)
         device.checks_captures = True
@@ -187,24 +187,24 @@ def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def _in_eager(
     device: SimulatedDevice, fn: Any, args: Sequence[Any], calls: int, backward: bool, notes: list[str]
-) -> Eager:
-    """Run the function in eager and return the order it provides; an empty `Eager`, and a note, if it fails here."""
+) -> EagerOrder:
+    """Run the function in eager and return the order it provides; an empty order, and a note, if it fails here."""
     try:
         with torch.compiler.set_stance("force_eager"), device:
-            caller = _run(device, fn, args, calls, backward, Eager())
+            caller = _run(device, fn, args, calls, backward, EagerOrder())
             found, promises = analyse(device.trace.operations), _promises(device.trace)
-            _run(device, fn, args, calls, backward, Eager())
+            _run(device, fn, args, calls, backward, EagerOrder())
             promises = _made_twice(promises, _promises(device.trace))
     except Exception as error:
         notes.append(f"eager's promises are not known, for the function fails there: {_first_line(error)}")
-        return Eager()
+        return EagerOrder()
     names = {name for name, _ in device.captured() if not name.startswith("input")}
     by_caller = [r for r in found.races if CALLER in (r.first.launch.name, r.second.launch.name)]
     keeps = names & {r.second.view.memory.name for r in by_caller}
     taken = [r for r in by_caller if r.kind == "reuse" and r.first.view.memory in caller.outputs]
     races = [r for r in found.races if r.second.view.memory.name not in keeps and r not in taken]
     recorded_on = {r.first.view.memory.stream for r in taken}
-    return Eager(promises, frozenset(keeps), frozenset(recorded_on), tuple(races))
+    return EagerOrder(promises, frozenset(keeps), frozenset(recorded_on), tuple(races))
 
 
 def _promises(trace: Trace) -> Promises:
@@ -240,7 +240,7 @@ def _run(
     args: Sequence[Any],
     calls: int,
     backward: bool,
-    before: Eager,
+    before: EagerOrder,
     seen: Compiled | None = None,
     idle: Sequence[bool] = (False,),
 ) -> Caller:
@@ -278,7 +278,7 @@ def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
 class Caller:
     """The simulated code around a call: it does everything that eager allows it to do."""
 
-    def __init__(self, device: SimulatedDevice, before: Eager, joins: bool = False) -> None:
+    def __init__(self, device: SimulatedDevice, before: EagerOrder, joins: bool = False) -> None:
         self.device, self.before, self.joins = device, before, joins
         self.current = device.current()  # its current stream after the last call
         self.outputs: set[Memory] = set()

@@ -27,7 +27,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, CopyNode
 from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 from torch_overlay.analysis.race_check.happens_before import analyse
 from torch_overlay.analysis.race_check.race_report import Report
-from torch_overlay.analysis.race_check.trace import Access, Alloc, Launch, Memory, Record, Span, Trace, View, Wait
+from torch_overlay.analysis.race_check.trace import Access, Alloc, ByteSpan, Launch, Memory, Record, Trace, View, Wait
 
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Touch:
     node: int
     region: int
     segment: Segment
-    span: Span
+    span: ByteSpan
     mode: str
 
 
@@ -107,14 +107,14 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
     places = _Places(graph)
     for node in graph.nodes:
         if isinstance(node, FillNode):
-            rows = Span(0, (node.height,), (node.pitch,), node.width * node.element_size)
+            rows = ByteSpan(0, (node.height,), (node.pitch,), node.width * node.element_size)
             yield from places.known(node.index, node.dst, rows, WRITE)
         elif isinstance(node, CopyNode):
             for address, pitch, height, mode in (
                 (node.dst, node.dst_pitch, node.dst_height, WRITE),
                 (node.src, node.src_pitch, node.src_height, READ),
             ):
-                span = Span(0, (node.depth, node.height), (pitch * height, pitch), node.width)
+                span = ByteSpan(0, (node.depth, node.height), (pitch * height, pitch), node.width)
                 yield from places.known(node.index, address, span, mode)
         elif isinstance(node, KernelNode):
             letters = kernels.get(node.name, "")
@@ -142,7 +142,7 @@ class _Places:
             return None
         return self.segments[at]
 
-    def known(self, node: int, address: int, span: Span, mode: str) -> Iterator[Touch]:
+    def known(self, node: int, address: int, span: ByteSpan, mode: str) -> Iterator[Touch]:
         if (segment := self.find(address)) is not None:
             at = segment.delta + address - segment.address
             yield Touch(node, segment.region, segment, dataclasses.replace(span, offset=at), mode)
@@ -156,7 +156,7 @@ class _Places:
                 skip = offset + 8
                 at = segment.delta + address - segment.address
                 size = segment.address + segment.size - address
-                yield Touch(node, segment.region, segment, Span(at, (), (), size), mode)
+                yield Touch(node, segment.region, segment, ByteSpan(at, (), (), size), mode)
 
 
 def _modes(

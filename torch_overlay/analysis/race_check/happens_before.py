@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.trace import Operation
 
 
-class Clock(dict[str, int]):
+class VectorClock(dict[str, int]):
     """Maps each stream to the last of its positions that is known to be over."""
 
     def join(self, other: dict[str, int]) -> None:
@@ -128,7 +128,7 @@ class Findings:
 
 
 @dataclass
-class _Block:
+class _MemoryState:
     """State of one memory while the trace is read: accesses to it, and those inherited from its pool."""
 
     inherited: dict[str, Done]
@@ -138,15 +138,15 @@ class _Block:
     fresh: bool = False  # allocated inside the trace
 
 
-class _Reader:
+class _TraceReader:
     def __init__(self) -> None:
         self.found = Findings()
         self.seen: set[tuple[object, ...]] = set()
-        self.clocks: dict[str, Clock] = {HOST: Clock()}
-        self.events: dict[str, Clock] = {}
+        self.clocks: dict[str, VectorClock] = {HOST: VectorClock()}
+        self.events: dict[str, VectorClock] = {}
         self.recorded_at: dict[str, str] = {}
         self.why: dict[str, dict[str, str]] = {HOST: {}}  # stream -> other -> site of the last wait for it
-        self.blocks: dict[Memory, _Block] = {}
+        self.blocks: dict[Memory, _MemoryState] = {}
         self.pools: dict[str, dict[str, Done]] = {}  # pool -> stream -> the last access of freed memory
         self.pool_streams: dict[str, str] = {}
         self.record_sites: dict[str, str] = {}  # pool -> site of a record_stream that covers an access
@@ -156,11 +156,11 @@ class _Reader:
         self.last_record: dict[str, tuple[str, str]] = {}
         self.launched = 0
 
-    def clock(self, stream: str) -> Clock:
+    def clock(self, stream: str) -> VectorClock:
         """Return the clock of a stream: everything that its next launch is ordered after."""
         clock = self.clocks.get(stream)
         if clock is None:
-            clock = self.clocks[stream] = Clock()
+            clock = self.clocks[stream] = VectorClock()
             self.why[stream] = {}
         if stream != HOST:
             for other, position in self.clocks[HOST].items():
@@ -177,16 +177,16 @@ class _Reader:
                 clock[other] = position
                 self.why[who][other] = site
 
-    def block(self, memory: Memory) -> _Block:
+    def block(self, memory: Memory) -> _MemoryState:
         block = self.blocks.get(memory)
         if block is None:
-            block = self.blocks[memory] = _Block({})
+            block = self.blocks[memory] = _MemoryState({})
         return block
 
     # ---- order
 
     def record(self, op: Record) -> None:
-        self.events[op.event] = Clock(self.clock(op.stream))
+        self.events[op.event] = VectorClock(self.clock(op.stream))
         self.recorded_at[op.event] = op.site
         where = _place(op.site, f"record of {op.event} on {op.stream}")
         self.records.setdefault(where, False)
@@ -210,7 +210,7 @@ class _Reader:
             self.learn(op.stream, state, op.site)
 
     def synchronize(self, op: Synchronize) -> None:
-        host, over = self.clocks[HOST], Clock()
+        host, over = self.clocks[HOST], VectorClock()
         if op.event is not None:
             self._is_waited_for(op.event)
             over.join(self.events.get(op.event, {}))
@@ -227,7 +227,7 @@ class _Reader:
 
     def alloc(self, op: Alloc) -> None:
         pool = self.pools.get(op.memory.pool, {}) if op.memory.stream != HOST else {}
-        self.blocks[op.memory] = _Block(dict(pool), fresh=op.memory.stream != HOST)
+        self.blocks[op.memory] = _MemoryState(dict(pool), fresh=op.memory.stream != HOST)
 
     def free(self, op: Free) -> None:
         block = self.block(op.memory)
@@ -259,7 +259,7 @@ class _Reader:
             self.block(access.view.memory).done[key] = done
         clock[op.stream] = position
 
-    def access(self, op: Launch, access: Access, clock: Clock, position: int) -> None:
+    def access(self, op: Launch, access: Access, clock: VectorClock, position: int) -> None:
         block = self.block(access.view.memory)
         mine = Done(op, access.view, access.reads, access.writes, position, self.launched)
         if block.freed is not None:
@@ -285,7 +285,7 @@ class _Reader:
         rows = self.found.boundaries[op.name] = {}
         ends = {stream: self.clock(stream) for stream in dict.fromkeys((*op.streams, *self.clocks))}
         for label, event in op.events:  # a later waiter is launched after the host's own work so far
-            ends[label] = Clock(self.events.get(event, {}))
+            ends[label] = VectorClock(self.events.get(event, {}))
             ends[label].join({HOST: self.clocks[HOST].get(HOST, 0)})
         recorded = {label: self.recorded_at.get(event, "") for label, event in op.events}
         for name, view in op.views:
@@ -314,7 +314,9 @@ class _Reader:
             self.explain(found, stream, self.clock(stream), freed.values(), None)
             rows[f"free memory of {pool}"] = found
 
-    def explain(self, found: Reliance, who: str, clock: Clock, accesses: Iterable[Done], recorded: str | None) -> None:
+    def explain(
+        self, found: Reliance, who: str, clock: VectorClock, accesses: Iterable[Done], recorded: str | None
+    ) -> None:
         """Note the statement by which the accesses are over for `who`, or the first access that may not be over."""
         for done in accesses:
             stream = done.launch.stream
@@ -362,7 +364,7 @@ def _place(site: str, what: str) -> tuple[str, str]:
     return (site, site.rpartition(": ")[2]) if site.startswith("wrapper") else (site, what)
 
 
-def _over(clock: Clock, accesses: Iterable[Done]) -> bool:
+def _over(clock: VectorClock, accesses: Iterable[Done]) -> bool:
     return all(clock.covers(d.launch.stream, d.position) for d in accesses)
 
 
@@ -395,10 +397,10 @@ def missing_edge(kind: str, first: Done, second: Done) -> str:
 
 def analyse(operations: Iterable[Operation]) -> Findings:
     """Return all findings of a trace. Linear in its length for a bounded number of streams."""
-    reader = _Reader()
+    reader = _TraceReader()
     for operation in operations:
         reader.read(operation)
     return reader.finish()
 
 
-__all__ = ["analyse", "Clock", "Done", "Findings", "Race", "Redundant", "Reliance"]
+__all__ = ["analyse", "VectorClock", "Done", "Findings", "Race", "Redundant", "Reliance"]

@@ -141,7 +141,7 @@ class Report:
         return "\n".join(lines)
 
 
-class _Cause:
+class _MissingWait:
     """Races that one wait would prevent, before the second launch of the first of them, or one `record_stream`."""
 
     def __init__(self, race: Race) -> None:
@@ -168,12 +168,12 @@ def by_cause(races: Iterable[Race]) -> list[list[Race]]:
     """Return the races, which are in the order of their second accesses, in groups with one missing wait or
     `record_stream` each.
     """
-    causes: dict[tuple[str, str], list[_Cause]] = {}
+    causes: dict[tuple[str, str], list[_MissingWait]] = {}
     for race in sorted(races, key=lambda race: _memory_to_record(race) != ""):  # a missing wait may cover them
         known = causes.setdefault((race.first.launch.stream, race.second.launch.stream), [])
         cause = next((c for c in known if c.covers(race)), None)
         if cause is None:
-            known.append(cause := _Cause(race))
+            known.append(cause := _MissingWait(race))
         cause.places.add(_place(race.first.launch))
         cause.races.append(race)
     found = [cause.races for known in causes.values() for cause in known]

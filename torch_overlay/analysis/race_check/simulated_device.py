@@ -28,6 +28,7 @@ from torch_overlay.analysis.race_check.source_lines import _is_compiling, assign
 from torch_overlay.analysis.race_check.trace import (
     Access,
     Alloc,
+    ByteSpan,
     ENGINE,
     Free,
     HOST,
@@ -35,7 +36,6 @@ from torch_overlay.analysis.race_check.trace import (
     Memory,
     Record,
     RecordStream,
-    Span,
     Synchronize,
     Trace,
     View,
@@ -59,7 +59,7 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _OfThread(threading.local):
+class _DeviceOfThread(threading.local):
     def __init__(self) -> None:
         self.paused = 0
 
@@ -107,7 +107,7 @@ class SimulatedDevice:
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
         self.lock = threading.RLock()  # several threads may run parts of the program
-        self.of_thread = _OfThread()
+        self.of_thread = _DeviceOfThread()
         self.operators = SimulatedOperators(self)
         self._stack = contextlib.ExitStack()
 
@@ -363,7 +363,8 @@ class SimulatedDevice:
         item = tensor.element_size()
         strides = tuple(int(s) * item for s in tensor.stride())
         return View(
-            self.memory(tensor), Span(int(tensor.storage_offset()) * item, tuple(map(int, tensor.shape)), strides, item)
+            self.memory(tensor),
+            ByteSpan(int(tensor.storage_offset()) * item, tuple(map(int, tensor.shape)), strides, item),
         )
 
     # ---- work

@@ -22,7 +22,7 @@ import torch
 from torch_overlay._inductor.streams import runtime as stream_runtime
 from torch_overlay.analysis.race_check.kernel_ranges import HostKernelRanges, KernelRanges
 from torch_overlay.analysis.race_check.simulated_region import SimulatedRegion
-from torch_overlay.analysis.race_check.trace import HOST, Span, View
+from torch_overlay.analysis.race_check.trace import ByteSpan, HOST, View
 
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ def _touched(device: SimulatedDevice, tensor: torch.Tensor, found: list[Elements
     item, first = tensor.element_size(), int(tensor.storage_offset())
     memory = device.memory(tensor)
     return [
-        View(memory, Span((first + e.offset) * item, e.sizes, tuple(s * item for s in e.strides), item)) for e in found
+        View(memory, ByteSpan((first + e.offset) * item, e.sizes, tuple(s * item for s in e.strides), item))
+        for e in found
     ]
 
 

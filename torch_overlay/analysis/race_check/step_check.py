@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay.analysis.race_check.checking import Caller, Eager
+from torch_overlay.analysis.race_check.checking import Caller, EagerOrder
 from torch_overlay.analysis.race_check.context import Context
 from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
@@ -87,7 +87,7 @@ def _run(
     table = caller_objects(modules)
     leave = objects.enter(*table)
     try:
-        caller = Caller(device, Eager())
+        caller = Caller(device, EagerOrder())
         for number in range(steps):
             device.idle = idle[number % len(idle)]
             args = _inputs(device, modules[0], "input")

@@ -32,7 +32,7 @@ _MOST_RUNS = 4096  # a span of more runs is compared with others by arithmetic a
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteSpan:
     """A strided set of bytes: from `offset`, `sizes[i]` steps of `strides[i]` bytes, `item` bytes at each step."""
 
     offset: int
@@ -44,7 +44,7 @@ class Span:
     def end(self) -> int:
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides)) + self.item
 
-    def simplified(self) -> Span:
+    def simplified(self) -> ByteSpan:
         """Return an equal span: dimensions over adjacent bytes join the item, others are merged where possible."""
         item, rest = self.item, []
         for stride, size in sorted((s, n) for n, s in zip(self.sizes, self.strides) if n > 1):
@@ -54,7 +54,7 @@ class Span:
                 rest[-1] = rest[-1][0], rest[-1][1] * size
             else:
                 rest.append((stride, size))
-        return Span(self.offset, tuple(n for _, n in rest), tuple(s for s, _ in rest), item)
+        return ByteSpan(self.offset, tuple(n for _, n in rest), tuple(s for s, _ in rest), item)
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yield the contiguous runs of a simplified span as (first byte, end), ascending per innermost dimension."""
@@ -63,7 +63,7 @@ class Span:
             starts = [at + i * stride for at in starts for i in range(size)]
         return ((at, at + self.item) for at in starts)
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: ByteSpan) -> bool:
         """True if the spans share a byte; errs on the side of True if one of them has many runs."""
         if self == other:
             return True
@@ -113,7 +113,7 @@ class Memory:
         start, stop, _ = part.indices(self.size)
         if stop <= start:
             raise ValueError(f"no bytes from {part.start} to {part.stop} in {self.name}, which has {self.size}")
-        return View(self, Span(start, (), (), stop - start))
+        return View(self, ByteSpan(start, (), (), stop - start))
 
     def __str__(self) -> str:
         return self.name
@@ -124,7 +124,7 @@ class View:
     """A strided set of bytes of a memory; all its bytes if `span` is None."""
 
     memory: Memory
-    span: Span | None = None
+    span: ByteSpan | None = None
 
     def __str__(self) -> str:
         return self.memory.name if self.span is None else f"{self.memory.name}, {self.span}"
@@ -266,4 +266,4 @@ class Trace:
         self.add(Boundary(name, tuple((str(v), v) for v in found), tuple(streams), tuple((e, e) for e in events)))
 
 
-__all__ = ["Access", "HOST", "Launch", "Memory", "Operation", "Span", "Trace", "View"]
+__all__ = ["Access", "HOST", "Launch", "Memory", "Operation", "ByteSpan", "Trace", "View"]

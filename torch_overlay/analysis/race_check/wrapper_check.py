@@ -16,7 +16,7 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor.streams.runtime import Region
-from torch_overlay.analysis.race_check.checking import Caller, Eager
+from torch_overlay.analysis.race_check.checking import Caller, EagerOrder
 from torch_overlay.analysis.race_check.context import Context
 from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
@@ -67,7 +67,7 @@ def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joine
     table = caller_objects([module])
     leave = objects.enter(*table)
     try:
-        caller = Caller(device, Eager(), joins=not joined)
+        caller = Caller(device, EagerOrder(), joins=not joined)
         for number in range(calls):
             device.idle = idle[number % len(idle)]
             with device.pause(), mock.patch("torch._dynamo.testing.rand_strided", empty):

@@ -58,7 +58,7 @@ class _Moment:
     source: int | None
 
 
-class _Clock:
+class _SimulatedClock:
     def __init__(self, costs: Mapping[int, Cost], saved: Mapping[int, tuple[str, str]]) -> None:
         self.costs, self.saved = costs, saved
         self.host = 0.0
@@ -146,7 +146,7 @@ def schedule(
     """Return the timeline of a trace. `costs` maps the index of a launch to its cost, `devices` a stream to its device,
     and `saved` the index of a copy of a saved activation to the activation's name and line.
     """
-    clock = _Clock(costs, saved or {})
+    clock = _SimulatedClock(costs, saved or {})
     for index, operation in enumerate(operations):
         match operation:
             case Launch():
@@ -165,7 +165,7 @@ def schedule(
     return _assemble(clock, title, devices or {}, notes)
 
 
-def _assemble(clock: _Clock, title: str, devices: Mapping[str, int], notes: tuple[str, ...]) -> Timeline:
+def _assemble(clock: _SimulatedClock, title: str, devices: Mapping[str, int], notes: tuple[str, ...]) -> Timeline:
     names = list(dict.fromkeys(name for name, _ in clock.slices))
     names += [m.stream for _, m, *_ in clock.arrows if m.stream not in names]
     names = list(dict.fromkeys(names))

@@ -80,7 +80,7 @@ class Strip:
 
 
 @dataclass
-class Row:
+class LaneRow:
     start: float
     end: float
     y: float
@@ -94,13 +94,13 @@ class Row:
 
 @dataclass
 class Layout:
-    rows: list[Row]
+    rows: list[LaneRow]
     scale: float  # pixels per microsecond
     unlabelled: int
     bottom: float
     ambiguous: frozenset[str]  # line numbers that occur in several files
 
-    def x(self, row: Row, at: float) -> float:
+    def x(self, row: LaneRow, at: float) -> float:
         return LEFT + min(max((at - row.start) * self.scale, 0.0), ROOM)
 
     def texts(self, s: Slice) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def lay_out(timeline: Timeline, top: float) -> Layout:
     layout = Layout([], ROOM / length, 0, top, ambiguous)
     y = top
     for number in range(count):
-        row = Row(number * length, (number + 1) * length, y)
+        row = LaneRow(number * length, (number + 1) * length, y)
         _fill(timeline, layout, row, number == count - 1)
         layout.rows.append(row)
         y += row.height + GAP
@@ -144,7 +144,7 @@ def _rows(timeline: Timeline) -> int:
     return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, most)
 
 
-def _fill(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> None:
+def _fill(timeline: Timeline, layout: Layout, row: LaneRow, is_last: bool) -> None:
     there: dict[int, list[int]] = {}
     for index, s in enumerate(timeline.slices):
         if s.start < row.end and (s.end > row.start or s.start >= row.start):
@@ -169,7 +169,7 @@ def _fill(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> None:
     row.height = y - row.y
 
 
-def _label(slices: Sequence[Slice], layout: Layout, row: Row, strip: Strip) -> None:
+def _label(slices: Sequence[Slice], layout: Layout, row: LaneRow, strip: Strip) -> None:
     """Label the boxes of a strip. A slice that continues from the previous row is labelled again only if it is wide."""
     levels: list[list[_Below]] = [[] for _ in range(LEVELS)]
     run: list[Box] = []
@@ -250,4 +250,4 @@ def _below(
     layout.unlabelled += len(boxes)
 
 
-__all__ = ["clip", "Label", "lay_out", "Layout", "Row", "Strip"]
+__all__ = ["clip", "Label", "lay_out", "Layout", "LaneRow", "Strip"]

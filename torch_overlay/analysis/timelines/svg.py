@@ -36,7 +36,7 @@ from torch_overlay.analysis.timelines.model import COPIES, exposed, microseconds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay.analysis.timelines.layout import Layout, Row
+    from torch_overlay.analysis.timelines.layout import LaneRow, Layout
     from torch_overlay.analysis.timelines.model import Slice
     from torch_overlay.analysis.timelines.timeline import Timeline
 
@@ -116,7 +116,7 @@ def _column(x: float, y: float, lines: Iterable[str], style: str = "") -> list[s
     return [_text(x, y + number * LINE, line, style) for number, line in enumerate(lines)]
 
 
-def _axis(layout: Layout, row: Row) -> list[str]:
+def _axis(layout: Layout, row: LaneRow) -> list[str]:
     """Draw the time axis: lines and times at round distances, with room for the times."""
     step = 10 ** math.ceil(math.log10(60 / layout.scale))
     step = next((step / d for d in (5, 2) if step / d * layout.scale >= 60), step)
@@ -136,7 +136,7 @@ def _axis(layout: Layout, row: Row) -> list[str]:
     return parts
 
 
-def _strips(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
+def _strips(timeline: Timeline, layout: Layout, row: LaneRow) -> list[str]:
     parts = []
     for strip in row.strips:
         name, shade = timeline.lanes[strip.lane].name, COLOURS[strip.lane % len(COLOURS)]
@@ -173,7 +173,7 @@ def _tooltip(s: Slice) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _labels(row: Row) -> list[str]:
+def _labels(row: LaneRow) -> list[str]:
     parts, texts = [], []
     for strip in row.strips:
         for label in strip.labels:
@@ -190,7 +190,7 @@ def _labels(row: Row) -> list[str]:
     return parts + texts
 
 
-def _arrows(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> list[str]:
+def _arrows(timeline: Timeline, layout: Layout, row: LaneRow, is_last: bool) -> list[str]:
     parts = []
     for arrow in timeline.arrows:
         if not (row.start <= arrow.at < row.end or (is_last and arrow.at >= row.end)):
@@ -214,7 +214,7 @@ def _arrows(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> list
     return parts
 
 
-def _memory(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
+def _memory(timeline: Timeline, layout: Layout, row: LaneRow) -> list[str]:
     lowest = 0 if timeline.simulated else min(nbytes for _, nbytes in timeline.memory)
     span = max(timeline.peak - lowest, 1)
     bottom = row.memory_y + MEMORY

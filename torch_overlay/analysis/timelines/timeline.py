@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_overlay._inductor.streams.memory_report import amount
-from torch_overlay.analysis.overlap import overlap, Work
+from torch_overlay.analysis.overlap import DeviceWork, overlap
 from torch_overlay.analysis.timelines.json import trace
 from torch_overlay.analysis.timelines.model import Arrow, copied, COPIES, count, KERNEL, Lane, microseconds, Slice
 from torch_overlay.analysis.timelines.profile import read
@@ -71,7 +71,7 @@ class Timeline:
     @property
     def overlap(self) -> Any:
         """Time in which work of different streams ran at the same time, as an `overlap.Overlap`."""
-        return overlap(Work(s.lane, s.start, s.end) for s in self.slices if self.lanes[s.lane].device >= 0)
+        return overlap(DeviceWork(s.lane, s.start, s.end) for s in self.slices if self.lanes[s.lane].device >= 0)
 
     @classmethod
     def from_profile(cls, profile: Any, *, seen: Any = None, title: str = "profile") -> Timeline:

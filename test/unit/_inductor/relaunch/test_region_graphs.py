@@ -11,9 +11,9 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, region_graphs
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.allocations import Plan
+from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
@@ -22,7 +22,7 @@ from torch_overlay._inductor.relaunch.states import CallKeys, State, States
 from torch_overlay.csrc import DriverError
 
 
-CODE = Code("a region", 0, saved_outputs=frozenset([0]), is_backward=True)
+CODE = CodeFacts("a region", 0, saved_outputs=frozenset([0]), is_backward=True)
 NOT_SET = DriverError("cuGraphExecKernelNodeSetParams", 1, "not supported")
 
 
@@ -56,7 +56,7 @@ class Region:
 class Runner:
     """The runner of a region with two numbers in its key."""
 
-    plan = Plan()
+    plan = AllocationPlan()
 
     def __init__(self):
         self.region, self.keys, self.states = Region(), CallKeys(CODE), States(64, 8)
@@ -181,7 +181,7 @@ class TestRun(AnySizeTestCase):
         self.assertIsNone(self.runner.run(5, 9))
 
     def test_alignments(self):
-        self.runner.region.code = Code("a region", 0, static_inputs=(0,))
+        self.runner.region.code = CodeFacts("a region", 0, static_inputs=(0,))
         self.runner.add_own(4, 9)
         inputs = [torch.zeros(16)[1:], 5, 9]  # 4 bytes after the tensor's memory
         self.runner.any_size.run(self.runner, (5, 9), inputs)
@@ -237,9 +237,9 @@ class TestNoGraph(AnySizeTestCase):
         for owner, name, value, why in (
             (graph, "calls_operators", True, "it calls operators"),
             (graph, "frees_inputs", True, "it frees inputs while it runs"),
-            (self.runner, "plan", Plan(random=True), "it draws random numbers"),
-            (self.runner, "plan", Plan(opaque=True), "it returns memory"),
-            (self.runner, "plan", Plan(watch=True), "it returns memory"),
+            (self.runner, "plan", AllocationPlan(random=True), "it draws random numbers"),
+            (self.runner, "plan", AllocationPlan(opaque=True), "it returns memory"),
+            (self.runner, "plan", AllocationPlan(watch=True), "it returns memory"),
             (self.runner.keys, "seeds", frozenset([1]), "tensors in host memory"),
             (self.runner.states.sizes, "bound", 0, f"{config.__name__}.cudagraph_executables is 0"),
             (self.runner, "states", floats, "no integer"),

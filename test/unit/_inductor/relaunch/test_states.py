@@ -9,7 +9,7 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch import attention_seeds, causes, keys
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.causes import Code
+from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.states import CallKeys
 
 
@@ -34,7 +34,7 @@ class TestCallKeys(TestCase):
         )
 
     def make(self, numbers=()):
-        return CallKeys(Code("a region", 0, numbers=frozenset(numbers)))
+        return CallKeys(CodeFacts("a region", 0, numbers=frozenset(numbers)))
 
     def test_first_call(self):
         made = self.make()

@@ -14,7 +14,7 @@ from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.ids import copy_in_stream, copy_out_stream
 from torch_overlay._functorch.streams.tokens import caller_event
 from torch_overlay._inductor.streams.plan import BoundaryWait, Event, Op, Plan
-from torch_overlay._inductor.streams.planned_region import Region
+from torch_overlay._inductor.streams.planned_region import PlannedRegion
 from torch_overlay._inductor.streams.region_names import RegionNames
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
@@ -35,7 +35,7 @@ class RegionNamesTestCase(TestCase):
         ops = tuple(Op(f"op{i}", stream) for i, stream in enumerate(streams))
         return RegionNames(
             self.root,
-            Region(
+            PlannedRegion(
                 plan=Plan(ops, **plan),
                 index={},
                 devices=dict(enumerate(devices)),

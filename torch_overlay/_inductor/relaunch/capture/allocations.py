@@ -1,8 +1,8 @@
 """Finds out which allocations of a region become outputs.
 
-Generated code allocates by a function among its module's globals. While a thread runs a region under an `Observer`,
-that thread's calls of this function are numbered; the numbers are the same in every run with the same shapes. If a
-region needs it, a dispatch mode (`Watch`) numbers the calls of operators, and notes the storages that they allocate.
+Generated code allocates by a function among its module's globals. An `AllocationObserver` numbers the calls of this
+function by a thread that runs a region; the numbers are the same in every run with the same shapes. If a region needs
+it, a dispatch mode (`Watch`) numbers the calls of operators, and notes the storages that they allocate.
 
 `Lives` notes when each allocation of a capture was made and freed.
 
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
 from torch_overlay._inductor.relaunch.keys import bit_key
-from torch_overlay._inductor.relaunch.memory.outputs import View
+from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life
 from torch_overlay._inductor.relaunch.numbers.launches import plain
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
@@ -53,7 +53,7 @@ TUNING = "torch._inductor.runtime.triton_heuristics"
 
 
 @dataclass(frozen=True)
-class Plan:
+class AllocationPlan:
     """Allocations that get memory of their own in a capture: numbers of generated code's allocations, and numbers of
     operators that allocate inside. With them, the other facts that a run showed of the region."""
 
@@ -68,7 +68,7 @@ class Plan:
     drawn: tuple[int, ...] = ()  # how far the random generators advance in a run
 
 
-class Observer:
+class AllocationObserver:
     """An observer of one run: numbers the run's allocations, and keeps the last one at each address."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Observer:
         """Note the new storages of operator `number`. `made`: address -> size."""
         self.last |= dict.fromkeys(made, ("operator", number))
 
-    def plan(self, addresses: Iterable[int], base: Plan) -> Plan:
+    def plan(self, addresses: Iterable[int], base: AllocationPlan) -> AllocationPlan:
         """Return `base` with the allocations at these addresses added. If one is unknown, the next capture has to watch
         the operators."""
         found = [self.last.get(address) for address in addresses]
@@ -157,7 +157,7 @@ class Lives:
 
 
 class _Thread(threading.local):
-    observer: Observer | None = None
+    observer: AllocationObserver | None = None
 
 
 _thread = _Thread()
@@ -166,7 +166,7 @@ _hooks_lock = threading.RLock()  # a finalizer may come here while it is held
 
 
 @contextlib.contextmanager
-def observed(namespace: dict[str, Any] | None, observer: Observer) -> Iterator[None]:
+def observed(namespace: dict[str, Any] | None, observer: AllocationObserver) -> Iterator[None]:
     """Route the allocations of this thread in the generated module with these globals through the observer."""
     if namespace is None or ALLOCATOR not in namespace:
         yield
@@ -213,7 +213,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(
         self,
-        observer: Observer,
+        observer: AllocationObserver,
         run: Callable[[int | None, functools.partial[Any]], Any],
         tuned_in: dict[str, Any] | None = None,
     ) -> None:
@@ -273,13 +273,13 @@ def storages(tree: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-class Placing(Observer):
+class Placing(AllocationObserver):
     """An observer of a capture, in whose `recording` it places allocations: outputs, which the plan names, in `placed`,
     and all others in `scratch`, addresses with their bytes. `with_uses`: note which memory matrix products read and
     write. `shapes` notes sizes that depend on the region's."""
 
     def __init__(
-        self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
+        self, plan: AllocationPlan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
     ) -> None:
         super().__init__()
         self.plan_, self.recording, self.placed, self.shapes = plan, recording, placed, shapes
@@ -311,7 +311,7 @@ class Placing(Observer):
             if self.shapes is not None:
                 raise NumberEscaped(frozenset(), "memory of no bytes is allocated")
             return super().allocate(original, *args)
-        view = View(tuple(args[0]), tuple(args[1]), args[2])
+        view = TensorView(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
         if self.shapes is not None:
             self.shapes.allocated(made, asked[0], asked[1])
@@ -342,7 +342,7 @@ class Operators:
     """Operators of one capture. Their memory goes where `Placing` has that of generated code. A context manager: at its
     end, no pool of theirs is selected."""
 
-    def __init__(self, plan: Plan, recording: Any, placing: Placing) -> None:
+    def __init__(self, plan: AllocationPlan, recording: Any, placing: Placing) -> None:
         self.plan, self.recording, self.placing = plan, recording, placing
         self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
         self.asked = dict(plan.asked)

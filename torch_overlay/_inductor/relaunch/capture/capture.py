@@ -28,20 +28,27 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Operators, Placing, Plan, Watch
+from torch_overlay._inductor.relaunch.capture.allocations import (
+    AllocationPlan,
+    namespace_of,
+    observed,
+    Operators,
+    Placing,
+    Watch,
+)
 from torch_overlay._inductor.relaunch.capture.library_calls import LibraryCalls
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
     Given,
-    Layout,
     OfInput,
     OfStorage,
+    OutputLayout,
     Recipe,
     Repeated,
     SameInput,
-    View,
+    TensorView,
     view_of,
 )
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, NoOperators, noted
@@ -53,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.library_calls import Call, Repeat
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.numbers.launches import Shapes
@@ -61,9 +68,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Captured:
-    layout: Layout
+    layout: OutputLayout
     segments: list[Segment]  # a region for each input, storage and scratch allocation
-    plan: Plan  # what the next capture should place
+    plan: AllocationPlan  # what the next capture should place
     recording: Any
     places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
     lives: list[Life]  # of all regions
@@ -88,13 +95,13 @@ class Capture:
         model: Callable[[list[Any]], Any],
         inputs: Sequence[Any],
         alignments: Sequence[int],
-        plan: Plan,
+        plan: AllocationPlan,
         recording: Any,
         holes: Sequence[int] = (),
         with_uses: bool = False,
         numbers: Mapping[int, Any] = MappingProxyType({}),
         shapes: Shapes | None = None,
-        views: Mapping[int, View] = MappingProxyType({}),
+        views: Mapping[int, TensorView] = MappingProxyType({}),
         with_calls: bool = False,
         leaves_out: bool = False,
     ) -> None:
@@ -109,7 +116,7 @@ class Capture:
         self.operators = Operators(plan, recording, self.observer)
         self.calls = LibraryCalls(recording, self.operators, with_calls, leaves_out)
 
-    def run(self, code: Code) -> Captured:
+    def run(self, code: CodeFacts) -> Captured:
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The region must hold the only references: when it drops one, it won't use that input again.
@@ -148,7 +155,7 @@ class Capture:
         allocated = dict(self.recording.segments())
         others = self.input_at.keys() | set(addresses)
         scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
-        layout = Layout(positions, storages, moved, tuple(s for _, s in scratch))
+        layout = OutputLayout(positions, storages, moved, tuple(s for _, s in scratch))
         given = [(inputs[k], allocated[inputs[k]]) for k in positions]
         regions = [*given, *zip(addresses, sizes, strict=True), *scratch]
         segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
@@ -205,7 +212,7 @@ class Capture:
                 continue
             if address not in copies:
                 self.astray.append(address)
-                copy = self.recording.place(View((storage.nbytes(),), (1,), torch.uint8))
+                copy = self.recording.place(TensorView((storage.nbytes(),), (1,), torch.uint8))
                 copy.copy_(torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage))
                 copies[address] = copy
             source = copies[address].untyped_storage()
@@ -250,7 +257,7 @@ class Capture:
         return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
 
 
-def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _places(layout: OutputLayout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return (region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
     own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
     places = [(region, 0) for region in range(len(layout.inputs))]

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._inductor.relaunch.capture.allocations import FULL
 from torch_overlay._inductor.relaunch.keys import bit_key
-from torch_overlay._inductor.relaunch.memory.outputs import View
+from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.proof.nodes import Segment
 
 
@@ -53,7 +53,7 @@ class Differs(Exception):
 
 
 @dataclass(slots=True)
-class _Place:
+class _CapturedTensor:
     """Where a tensor lay in the capture: its address, size, stride and type. `is_lazy`: its values are not those in its
     memory, but their conjugates or negatives."""
 
@@ -64,13 +64,13 @@ class _Place:
     is_lazy: bool
 
     @property
-    def view(self) -> View:
-        return View(self.size, self.stride, self.dtype)
+    def view(self) -> TensorView:
+        return TensorView(self.size, self.stride, self.dtype)
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Place:
+    def of(tensor: torch.Tensor) -> _CapturedTensor:
         is_lazy = tensor.is_conj() or tensor.is_neg()
-        return _Place(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, is_lazy)
+        return _CapturedTensor(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, is_lazy)
 
 
 class Call(NamedTuple):
@@ -117,7 +117,7 @@ class LibraryCalls:
         if threading.get_ident() != self.thread:
             return function(*args, **kwargs)
         recording = self.recording
-        given, named = _exchanged(torch.Tensor, _Place.of, args, kwargs)
+        given, named = _exchanged(torch.Tensor, _CapturedTensor.of, args, kwargs)
         is_leaf = "out" in kwargs and any(function is leaf for leaf in LEAVES)
         if self.leaves_out and is_leaf and self._repeats(function, given, named):
             return kwargs["out"]
@@ -177,9 +177,9 @@ def _exchanged(kind: type, by: Callable[[Any], Any], args: Any, kwargs: Any) -> 
     return tuple([one(value) for value in args]), {name: one(value) for name, value in kwargs.items()}
 
 
-def places_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Place]:
+def places_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_CapturedTensor]:
     """Return the places that stand for the tensors of a call."""
-    return [value for value in (*args, *kwargs.values()) if type(value) is _Place]
+    return [value for value in (*args, *kwargs.values()) if type(value) is _CapturedTensor]
 
 
 def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -189,7 +189,7 @@ def _key(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     for value in (*args, *kwargs.values()):
         if type(value) in PLAIN:
             parts.append(bit_key(value))
-        elif type(value) is not _Place or value.is_lazy or not value.address or value.address in addresses:
+        elif type(value) is not _CapturedTensor or value.is_lazy or not value.address or value.address in addresses:
             return None
         else:
             addresses.add(value.address)
@@ -212,9 +212,9 @@ def calls_of(made: Sequence[Call], nodes: set[int]) -> list[Call]:
 def capture_again(calls: Sequence[Call], segments: Sequence[Segment], recording: Any) -> Again:
     """Make the calls in another recording, with memory at other addresses. `segments`: those of the capture that they
     are from; those of the result name the same regions. Raises Differs."""
-    given = _Given(segments, recording)
+    given = _OperandMemory(segments, recording)
     with recording:
-        arguments = [_exchanged(_Place, given.tensor, call.args, call.kwargs) for call in calls]
+        arguments = [_exchanged(_CapturedTensor, given.tensor, call.args, call.kwargs) for call in calls]
         with recording.capturing((), False):
             for call, (args, kwargs) in zip(calls, arguments):
                 before = recording.allocations_made()
@@ -224,7 +224,7 @@ def capture_again(calls: Sequence[Call], segments: Sequence[Segment], recording:
     return Again(recording, given.segments)
 
 
-class _Given:
+class _OperandMemory:
     """The memory of calls that are made again, in segments like those of the capture."""
 
     def __init__(self, segments: Sequence[Segment], recording: Any) -> None:
@@ -240,7 +240,7 @@ class _Given:
             raise Differs("memory of a call is in no region")
         return self.known[at]
 
-    def tensor(self, place: _Place) -> torch.Tensor:
+    def tensor(self, place: _CapturedTensor) -> torch.Tensor:
         if place.is_lazy:
             raise Differs("an argument is a conjugate or a negative")
         address, view = place.address, place.view
@@ -250,7 +250,7 @@ class _Given:
             raise Differs("an argument lies between elements of its region")
         if segment.address not in self.storages:
             least = segment.address & -segment.address
-            like = self.recording.place(View((segment.size,), (1,), torch.uint8), min(least, FULL))
+            like = self.recording.place(TensorView((segment.size,), (1,), torch.uint8), min(least, FULL))
             self.storages[segment.address] = like.untyped_storage()
             self.segments.append(Segment(like.data_ptr(), segment.size, segment.region, segment.delta))
         made = torch.empty(0, dtype=view.dtype, device=self.recording.device)

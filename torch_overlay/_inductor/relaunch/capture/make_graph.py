@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
+from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan, namespace_of
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import check, no_collection
@@ -38,7 +38,7 @@ from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.causes import Code
+    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.memory.outputs import Sized
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, PointerSlot
@@ -65,8 +65,8 @@ class CaptureRequest(NamedTuple):
     model: Callable[[list[Any]], Any]
     inputs: Sequence[Any]
     alignments: Sequence[int]
-    plan: Plan
-    code: Code
+    plan: AllocationPlan
+    code: CodeFacts
     sizes: Sizes
     numbers: Mapping[int, Any] = MappingProxyType({})
     is_shared: bool = False
@@ -272,7 +272,7 @@ def _proven(
     edges: tuple[tuple[int, int], ...],
     inputs: Sequence[Any],
     dying: frozenset[int],
-    code: Code,
+    code: CodeFacts,
 ) -> Proven:
     layout = captured.layout
     storages = [inputs[k].untyped_storage() for k in layout.inputs]

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
 from torch_overlay._inductor.relaunch.causes import COMMUNICATION
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
-from torch_overlay._inductor.relaunch.memory.outputs import View
+from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.csrc import DriverError
 
@@ -140,7 +140,7 @@ class Recording:
 
     # -- memory
 
-    def place(self, view: View, alignment: int = 256) -> torch.Tensor:
+    def place(self, view: TensorView, alignment: int = 256) -> torch.Tensor:
         """Return a tensor at a new address that is aligned to `alignment` bytes, and to no more if that is less than
         256."""
         size = view.extent
@@ -158,7 +158,7 @@ class Recording:
         """Fill the space with numbers, so that it shows whether a kernel writes to it: Note [Kernels outside of a
         capture]. Positions are of one block of memory, over and over, so as many are filled as the largest has."""
         with _no_modes():
-            words = self.place(View((LARGEST // 8,), (1,), torch.int64))
+            words = self.place(TensorView((LARGEST // 8,), (1,), torch.int64))
             self._filled = words.split(PART)
             generator = torch.Generator(self.device)
             for part in self._filled:

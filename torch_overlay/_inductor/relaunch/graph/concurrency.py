@@ -62,14 +62,14 @@ ADDRESSES = 1 << 16  # the upper half of an address is less than this
 
 
 @dataclass(frozen=True)
-class Use:
+class NodeUse:
     """The memory that a node only reads, the memory that it may write, and its share of the device."""
 
     reads: frozenset[Place]
     writes: frozenset[Place]
     share: float = 0.0
 
-    def conflicts(self, other: Use) -> bool:
+    def conflicts(self, other: NodeUse) -> bool:
         return not (self.writes.isdisjoint(other.reads | other.writes) and other.writes.isdisjoint(self.reads))
 
 
@@ -101,17 +101,17 @@ def uses_of(
     is_device_memory: Callable[[int], bool],
     room: Callable[[KernelNode], int],
     extent: Callable[[KernelNode], int | None],
-) -> list[Use | None]:
-    """Return the `Use` of each node; None if nothing is known of the node. `segments` are those of the capture, whose
+) -> list[NodeUse | None]:
+    """Return the `NodeUse` of each node; None if nothing is known of it. `segments` are those of the capture, whose
     first `inputs` regions are inputs; `results` has (address, bytes) of the tensors that operators returned; `letters`
     says what kernels do with their parameters, by function handle; `room`, how many blocks of a kernel the device runs
     at once; `extent`, how many bytes its pointers stand for, if that is known."""
-    memory = _Memory(segments, inputs, results)
+    memory = _CaptureMemory(segments, inputs, results)
     slots: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
     for slot in template.slots:
         slots.setdefault(slot.node, {})[slot.parameter, slot.offset] = slot.region, slot.delta
     at = {order[position]: product for product in products for position in range(product.first, product.end)}
-    found: list[Use | None] = []
+    found: list[NodeUse | None] = []
     for node in template.nodes:
         use, held = None, slots.get(node.index, {})
         if isinstance(node, KernelNode):
@@ -127,7 +127,7 @@ def uses_of(
     return found
 
 
-class _Memory:
+class _CaptureMemory:
     """Memory of a capture, by region and by the tensors that operators returned in it."""
 
     def __init__(self, segments: Iterable[Segment], inputs: int, results: Iterable[tuple[int, int]]) -> None:
@@ -178,9 +178,9 @@ def _by_letters(
     node: KernelNode,
     letters: str,
     held: Mapping[tuple[int, int], tuple[int, int]],
-    memory: _Memory,
+    memory: _CaptureMemory,
     extent: int | None,
-) -> Use:
+) -> NodeUse:
     reads: set[Place] = set()
     writes: set[Place] = set()
     for number, (letter, (_, value)) in enumerate(zip(letters, node.parameters)):
@@ -193,16 +193,16 @@ def _by_letters(
         else:
             places = memory.visible(*at) if extent is None else memory.bytes(*at, extent)
         (reads if letter == READ else writes).update(places)
-    return Use(frozenset(reads), frozenset(writes))
+    return NodeUse(frozenset(reads), frozenset(writes))
 
 
 def _of_product(
     node: KernelNode,
     product: Product,
     held: Mapping[tuple[int, int], tuple[int, int]],
-    memory: _Memory,
+    memory: _CaptureMemory,
     is_device_memory: Callable[[int], bool],
-) -> Use:
+) -> NodeUse:
     reads: set[Place] = set()
     writes: set[Place] = set()
     for at in held.values():
@@ -217,7 +217,7 @@ def _of_product(
         for offset, word in _addresses(value):
             if not any((number, offset + shift) in held for shift in (-4, 0, 4)) and is_device_memory(word):
                 (reads if _within(word, product.reads) else writes).add(OUTSIDE)
-    return Use(frozenset(reads), frozenset(writes))
+    return NodeUse(frozenset(reads), frozenset(writes))
 
 
 def _within(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
@@ -231,7 +231,7 @@ def _addresses(value: bytes) -> list[tuple[int, int]]:
     return [(4 * i, halves[i] | halves[i + 1] << 32) for i in found]
 
 
-def side_by_side(order: Sequence[int], uses: Sequence[Use | None]) -> list[tuple[int, int]] | None:
+def side_by_side(order: Sequence[int], uses: Sequence[NodeUse | None]) -> list[tuple[int, int]] | None:
     """Return the edges that nodes need which ran in the order of the chain `order`; None if all must stay a chain."""
 
     def may_run_beside(u: int, v: int) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A kernel and its arguments, one per parameter that the function declares."""
 
     func: int
@@ -35,9 +35,9 @@ class PlainKernels(Protocol):
     """The kernels that `tidy` puts in place of memset and memcpy nodes; the module `graph.fill_copy_kernels` has
     them."""
 
-    def fill(self, target: int, value: int, element_size: int, count: int) -> Launch: ...
+    def fill(self, target: int, value: int, element_size: int, count: int) -> KernelLaunch: ...
 
-    def copy(self, target: int, source: int, size: int) -> Launch: ...
+    def copy(self, target: int, source: int, size: int) -> KernelLaunch: ...
 
     def prepare(self, device: int) -> None: ...
 
@@ -57,7 +57,7 @@ class Editor:
             else:
                 self.special |= {before, after}
 
-    def replace(self, node: int, launch: Launch) -> None:
+    def replace(self, node: int, launch: KernelLaunch) -> None:
         if node in self.special:
             raise Unprovable("edges", "it has programmatic dependencies")
         before, after = list(self.before[node]), list(self.after[node])
@@ -84,7 +84,7 @@ class Editor:
         return len(implied)
 
 
-def kernel_params(api: Any, launch: Launch, array: ctypes.Array[ctypes.c_void_p]) -> Any:
+def kernel_params(api: Any, launch: KernelLaunch, array: ctypes.Array[ctypes.c_void_p]) -> Any:
     params = api.CUDA_KERNEL_NODE_PARAMS()
     params.func = api.CUfunction(launch.func)
     params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid

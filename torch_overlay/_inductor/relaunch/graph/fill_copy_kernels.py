@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from torch_overlay._inductor.relaunch.graph.edit import Launch
+from torch_overlay._inductor.relaunch.graph.edit import KernelLaunch
 
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def copy_kernel(target, source, count, BLOCK: tl.constexpr):
     tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
 
 
-def fill(target: int, value: int, element_size: int, count: int) -> Launch:
+def fill(target: int, value: int, element_size: int, count: int) -> KernelLaunch:
     """Return a launch that sets `count` elements of 1, 2 or 4 bytes to the low bytes of `value`."""
     total = element_size * count
     value %= 1 << 8 * element_size
@@ -56,7 +56,7 @@ def fill(target: int, value: int, element_size: int, count: int) -> Launch:
     return _launch(function, count, target.to_bytes(8, "little"), value.to_bytes(4, "little"))
 
 
-def copy(target: int, source: int, size: int) -> Launch:
+def copy(target: int, source: int, size: int) -> KernelLaunch:
     """Return a launch that copies `size` bytes from `source` to `target`, which don't overlap."""
     unit = 4 if (target | source | size) % 4 == 0 else 1
     count = size // unit
@@ -74,9 +74,9 @@ def prepare(device: int) -> None:
             _function(kind, 4, aligned, device)
 
 
-def _launch(function: int, count: int, *arguments: bytes) -> Launch:
+def _launch(function: int, count: int, *arguments: bytes) -> KernelLaunch:
     scratch = (bytes(8),) * SCRATCH_POINTERS
-    return Launch(
+    return KernelLaunch(
         func=function,
         grid=(-(-count // BLOCK), 1, 1),
         block=(32 * WARPS, 1, 1),

@@ -64,7 +64,7 @@ def read(
     """Return the graph as plain data. `graph` is a torch.cuda.CUDAGraph(keep_graph=True) after its capture, or its
     handle. `keeps(address)` says whether host memory stays where it is for as long as there are graphs."""
     graph_nodes, kinds, graph_edges = driver.structure(handle_of(graph))
-    reader = _Reader(driver, keeps)
+    reader = _GraphReader(driver, keeps)
     kernels = iter(driver.kernels([node for node, kind in zip(graph_nodes, kinds) if kind == cu.KERNEL]))
     nodes: list[Node] = []
     for index, (node, kind) in enumerate(zip(graph_nodes, kinds)):
@@ -110,7 +110,7 @@ def freed_memory(
     return inside
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, driver: Driver, keeps: Callable[[int], bool]) -> None:
         self.driver, self.keeps = driver, keeps
         self.functions: dict[tuple[int, int], tuple[str, tuple[tuple[int, int], ...]]] = {}

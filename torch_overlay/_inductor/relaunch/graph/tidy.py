@@ -12,7 +12,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
-from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels
+from torch_overlay._inductor.relaunch.graph.edit import Editor, KernelLaunch, PlainKernels
 from torch_overlay._inductor.relaunch.graph.read import copy_node, never
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
@@ -81,7 +81,7 @@ def _default_kernels() -> PlainKernels:
 
 def _replacement(
     driver: Driver, kernels: PlainKernels, keeps: Callable[[int], bool], index: int, handle: int, kind: int
-) -> Launch:
+) -> KernelLaunch:
     if kind == cu.MEMSET:
         p = driver.memset(handle)
         size, width, height = int(p.elementSize), int(p.width), int(p.height)

@@ -51,14 +51,14 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Repeated,
     SameInput,
 )
-from torch_overlay._inductor.relaunch.numbers.expressions import Program, Unfit
+from torch_overlay._inductor.relaunch.numbers.expressions import RegisterProgram, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, values_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.memory.outputs import Layout, Outputs, Sized, View
+    from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout, Outputs, Sized, TensorView
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
@@ -91,7 +91,7 @@ def bind(relaunch: Relaunch) -> Any:
     if sized is not None:
         allocations, scratch = sized.allocations, raw(sized.scratch) if sized.scratch is not None else scratch
         expressions += sized.expressions
-    program = Program.of(expressions, layout.computed)
+    program = RegisterProgram.of(expressions, layout.computed)
     return make(
         positions=layout.inputs,
         masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
@@ -194,7 +194,7 @@ class Relaunch:
     def __init__(
         self,
         device: Any,
-        layout: Layout,
+        layout: OutputLayout,
         launcher: Any,
         static: Sequence[int],
         alignments: Sequence[int],
@@ -318,7 +318,7 @@ class Relaunch:
 
     # -- outputs
 
-    def primary(self, storage: int) -> View | None:
+    def primary(self, storage: int) -> TensorView | None:
         return self.layout.primary(storage)
 
     def allocation(self, storage: int) -> tuple[Any, ...]:

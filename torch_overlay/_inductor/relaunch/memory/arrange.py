@@ -1,7 +1,7 @@
 """Arranges a proven capture for launches: gives each allocation its place, and cuts a backward into stages.
 
 The proof has a region for each allocation of a capture: the inputs, the storages of outputs, and the scratch
-allocations (`pieces`). Here they become the regions of a `Layout`. Scratch allocations are packed into slabs
+allocations (`pieces`). Here they become the regions of an `OutputLayout`. Scratch allocations are packed into slabs
 (`memory.packing`).
 
 Note [Stages]
@@ -39,7 +39,14 @@ from typing import cast, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.memory.outputs import Layout, OfStorage, Recipe, Repeated, Storage, View
+from torch_overlay._inductor.relaunch.memory.outputs import (
+    OfStorage,
+    OutputLayout,
+    Recipe,
+    Repeated,
+    Storage,
+    TensorView,
+)
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life, Order
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, moved
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, PointerSlot, Template
@@ -57,7 +64,7 @@ IGNORED = 2000  # memory in a slab with less than 1 / IGNORED of all bytes is ig
 
 
 @dataclass(frozen=True)
-class Held:
+class LaunchMemory:
     """Memory that a launch needs from position `first` to `last`, in a slab with others or by itself."""
 
     size: int
@@ -66,7 +73,7 @@ class Held:
     slab: bool = False
 
 
-def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
+def cuts(held: Sequence[LaunchMemory], length: int, most: int, slack: int) -> list[int]:
     """Return where to cut a graph of `length` nodes into parts that are launched one after the other: the positions at
     which a part begins, including 0. Each part needs all memory that is held anywhere in it, but memory in slabs that
     is held only inside the part can be shared. There are at most `most` parts, and no more than it takes to bring the
@@ -108,7 +115,7 @@ def _fewest(costs: Mapping[tuple[int, int], int], grid: Sequence[int], most: int
     return goal, list(next(stage_cuts for cost, stage_cuts in whole if cost <= goal))
 
 
-def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
+def _most_at_a_moment(held: Sequence[LaunchMemory], grid: Sequence[int]) -> dict[tuple[int, int], int]:
     """Return the most bytes held at any one moment of each part between two places of the grid."""
     change: dict[int, int] = dict.fromkeys(grid, 0)
     for h in held:
@@ -123,7 +130,7 @@ def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[i
     return {(a, grid[j + 1]): max(most[i : j + 1]) for i, a in enumerate(grid[:-1]) for j in range(i, len(most))}
 
 
-def _shared(slabs: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
+def _shared(slabs: Sequence[LaunchMemory], grid: Sequence[int]) -> dict[tuple[int, int], int]:
     """Return, for each part between two places of the grid, the bytes that it saves because memory that is held only
     inside of it is shared."""
     begins = sorted({h.first for h in slabs})
@@ -151,7 +158,7 @@ def _shared(slabs: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int],
 class _Sums:
     """The bytes held in a part if no memory is shared."""
 
-    def __init__(self, held: Iterable[Held]) -> None:
+    def __init__(self, held: Iterable[LaunchMemory]) -> None:
         held = list(held)
         self.total = sum(h.size for h in held)
         self.begins, self.ends = sorted((h.first, h.size) for h in held), sorted((h.last, h.size) for h in held)
@@ -162,7 +169,7 @@ class _Sums:
         return self.total - late - self.ended[bisect.bisect_left(self.ends, (begin, 0))]
 
 
-def _candidates(held: Sequence[Held], length: int) -> list[int]:
+def _candidates(held: Sequence[LaunchMemory], length: int) -> list[int]:
     """Return positions where most bytes begin or end, and some at equal distances."""
     weight: dict[int, int] = {}
     for h in held:
@@ -173,7 +180,7 @@ def _candidates(held: Sequence[Held], length: int) -> list[int]:
     return sorted({0, length, *heavy, *[length * i // CANDIDATES for i in range(1, CANDIDATES)]})
 
 
-def _need_of_stage(held: Sequence[Held], begin: int, end: int) -> int:
+def _need_of_stage(held: Sequence[LaunchMemory], begin: int, end: int) -> int:
     """Return the bytes that the part [begin, end) needs at once."""
     total = 0
     steps: dict[int, int] = {}
@@ -192,7 +199,7 @@ def _need_of_stage(held: Sequence[Held], begin: int, end: int) -> int:
     return total + most
 
 
-def need_of(held: Sequence[Held], stage_cuts: Sequence[int], length: int) -> int:
+def need_of(held: Sequence[LaunchMemory], stage_cuts: Sequence[int], length: int) -> int:
     """Return the bytes that the part that needs most needs at once."""
     return max(_need_of_stage(held, a, b) for a, b in zip(stage_cuts, [*stage_cuts[1:], length], strict=True))
 
@@ -207,7 +214,7 @@ SMALL = 1 << 20  # bytes; if all scratch allocations together have no more, pack
 @dataclass(frozen=True)
 class Stage:
     nodes: tuple[int, ...]  # in the captured graph
-    layout: Layout  # its input k is the tensor in slot takes[k]
+    layout: OutputLayout  # its input k is the tensor in slot takes[k]
     template: Template
     takes: tuple[int, ...]
     gives: tuple[int, ...]  # the slots of its storages, then of the outputs that are views of them
@@ -216,7 +223,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Arrangement:
-    layout: Layout
+    layout: OutputLayout
     template: Template
     stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
     stage_cuts: tuple[int, ...] = ()  # where stages begin, in the order of the nodes
@@ -243,7 +250,7 @@ class Proven:
     allocations (`pieces`) come after these. `holders` has a number for each input, which is the same for inputs that
     share their memory, and `held` the bytes of that memory; `static` inputs are not freed."""
 
-    layout: Layout
+    layout: OutputLayout
     template: Template
     edges: tuple[tuple[int, int], ...]
     places: tuple[tuple[int, int], ...]
@@ -307,13 +314,13 @@ def _whole(proven: Proven, offsets: dict[int, tuple[int, int]], slabs: Sequence[
     return Arrangement(layout, template)
 
 
-def _with_slabs(layout: Layout, slabs: Sequence[int]) -> Layout:
+def _with_slabs(layout: OutputLayout, slabs: Sequence[int]) -> OutputLayout:
     """Return the layout with these slabs: the first is the scratch region, the others are storages without outputs."""
     storages = (*layout.storages, *map(Storage, slabs[1:]))
     return dataclasses.replace(layout, storages=storages, scratch=tuple(slabs[:1]))
 
 
-def _slab_regions(layout: Layout, slabs: int) -> list[int]:
+def _slab_regions(layout: OutputLayout, slabs: int) -> list[int]:
     first = layout.saved_region - (slabs - 1)
     return [layout.scratch_region, *range(first, first + slabs - 1)]
 
@@ -330,22 +337,24 @@ def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequenc
     return Template(regions, tuple(nodes), tuple(pointer_slots), numbers)
 
 
-def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[Held]:
+def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[LaunchMemory]:
     """Return the memory that a launch needs, and from where to where. Inputs that share memory are freed together,
     after the last use of any."""
     last = len(order.order)
-    held = [Held(proven.lives[p].size, *span, slab=True) for p in proven.pieces if (span := spans[p]) is not None]
+    held = [
+        LaunchMemory(proven.lives[p].size, *span, slab=True) for p in proven.pieces if (span := spans[p]) is not None
+    ]
     inputs = len(proven.layout.inputs)
     for r in range(inputs, len(proven.places)):
         if (span := spans[r]) is not None:
-            held.append(Held(proven.lives[r].size, span[0], last))
+            held.append(LaunchMemory(proven.lives[r].size, span[0], last))
     together: defaultdict[int, list[int]] = defaultdict(list)
     for r, holder in enumerate(proven.holders):
         together[holder].append(r)
     for regions in together.values():
         ends = [span[1] for r in regions if (span := spans[r]) is not None]
         stays = not proven.static.isdisjoint(regions)
-        held.append(Held(proven.held[regions[0]], 0, last if stays else max(ends, default=0)))
+        held.append(LaunchMemory(proven.held[regions[0]], 0, last if stays else max(ends, default=0)))
     return held
 
 
@@ -454,7 +463,7 @@ class _Cut:
         inside = [p for p in proven.pieces if p not in self.at and p in touched]
         offsets, slabs = self.order.pack(inside)
         storages, recipes, gives = self._outputs(own)
-        made = _with_slabs(Layout(tuple(range(len(takes))), storages, recipes, ()), slabs)
+        made = _with_slabs(OutputLayout(tuple(range(len(takes))), storages, recipes, ()), slabs)
         at = _slab_regions(made, len(slabs))
         places = {r: (k, 0) for k, r in enumerate(takes)}
         places |= {r: (len(takes) + i, 0) for i, r in enumerate(own)}
@@ -486,7 +495,7 @@ class _Cut:
             else:
                 storages.append(layout.storages[self.storage[r]])
                 size, stride, dtype = layout.allocation(self.storage[r])
-            recipes.append(OfStorage(i, View(size, stride, dtype)))
+            recipes.append(OfStorage(i, TensorView(size, stride, dtype)))
         slots = [self.slot[r] for r in own]
         for i, r in enumerate(own):
             for output, slot in self.views.get(r, ()):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.memory.outputs import OfStorage, Repeated, Storage, View
+from torch_overlay._inductor.relaunch.memory.outputs import OfStorage, Repeated, Storage, TensorView
 from torch_overlay._inductor.relaunch.memory.packing import aligned
 
 
@@ -104,7 +104,7 @@ def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:
         return recipe
     storage, offset = places[recipe.storage]
     view = recipe.view
-    return OfStorage(storage, View(view.size, view.stride, view.dtype, view.offset + offset) if offset else view)
+    return OfStorage(storage, TensorView(view.size, view.stride, view.dtype, view.offset + offset) if offset else view)
 
 
 def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """The layout of a tensor in its memory; `offset` counts bytes from the start of the region."""
 
     size: tuple[int, ...]
@@ -62,8 +62,8 @@ class View:
         return (last + 1) * self.dtype.itemsize
 
 
-def view_of(tensor: torch.Tensor, offset: int = 0) -> View:
-    return View(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, offset)
+def view_of(tensor: torch.Tensor, offset: int = 0) -> TensorView:
+    return TensorView(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,18 +100,18 @@ class SameInput:
 @dataclass(frozen=True)
 class OfInput:
     input: int
-    view: View
+    view: TensorView
 
 
 @dataclass(frozen=True)
 class OfStorage:
     storage: int
-    view: View
+    view: TensorView
 
 
 @dataclass(frozen=True)
 class Empty:
-    view: View
+    view: TensorView
 
 
 Recipe: TypeAlias = Given | Computed | Repeated | SameInput | OfInput | OfStorage | Empty
@@ -126,7 +126,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OutputLayout:
     inputs: tuple[int, ...]  # positions of the inputs that are regions
     storages: tuple[Storage, ...]
     recipes: tuple[Recipe, ...]
@@ -177,12 +177,12 @@ class Layout:
     def outputs_of(self, storage: int) -> Sequence[int]:
         return self._outputs_by_storage.get(storage, ())
 
-    def primary(self, storage: int) -> View | None:
+    def primary(self, storage: int) -> TensorView | None:
         """Return the view that the storage is allocated as: a vector for a chunk, else the first output that spans all
         of the storage. None if there is no such output."""
         size, dtype = self.storages[storage].size, self.storages[storage].dtype
         if dtype is not None:
-            return View((size // dtype.itemsize,), (1,), dtype)
+            return TensorView((size // dtype.itemsize,), (1,), dtype)
         for output in self.outputs_of(storage):
             view = cast("OfStorage", self.recipes[output]).view
             if not view.offset and view.extent >= size:
@@ -220,7 +220,7 @@ Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None
 reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 
-def output_maker(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
+def output_maker(layout: OutputLayout, empty: Callable[..., torch.Tensor]) -> Outputs:
     """Return a function that makes the outputs of a call from its inputs, the storages and the slab of saved outputs.
     `empty(size, stride, dtype)` makes a tensor."""
     recipes = layout.recipes
@@ -283,19 +283,19 @@ def output_maker(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
     return make
 
 
-def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:
+def view_of_storage(made: torch.Tensor, view: TensorView, dtype: torch.dtype | None) -> torch.Tensor:
     if view.dtype == dtype and not view.offset % view.dtype.itemsize:
         return reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
     return _typed(made, view, view.offset)
 
 
-def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
+def view_of_input(source: torch.Tensor, view: TensorView) -> torch.Tensor:
     if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
         return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
     return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
 
 
-def _typed(source: torch.Tensor, view: View, offset: int) -> torch.Tensor:
+def _typed(source: torch.Tensor, view: TensorView, offset: int) -> torch.Tensor:
     """Return a view with the dtype of `view`, at byte `offset` of the source's storage."""
     empty = torch.empty(0, dtype=view.dtype, device=source.device)
     return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)

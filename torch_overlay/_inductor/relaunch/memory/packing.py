@@ -123,7 +123,7 @@ class Order:
         """Return (slab, offset) of the allocations that nodes touch, and the sizes of the slabs. Two allocations
         overlap only if one follows the other. Note [Slabs]."""
         used = [a for a in allocations if self.holders[a] and self.lives[a].size]
-        slabs: list[_Slab] = []
+        slabs: list[_SlabPacking] = []
         places: dict[int, tuple[int, int]] = {}
         for a in sorted(used, key=lambda a: (-self.lives[a].size, self.lives[a].made)):
             size = aligned(self.lives[a].size)
@@ -136,7 +136,7 @@ class Order:
                         break
             if best is None:
                 best = size, len(slabs), 0
-                slabs.append(_Slab(max(SLAB, size)))
+                slabs.append(_SlabPacking(max(SLAB, size)))
             _, number, at = best
             slabs[number].put(a, at, size)
             places[a] = number, at
@@ -168,7 +168,7 @@ def _with_least_behind_first(
     return {**places, **moved, **later}, [sizes[0] + sizes[least], *sizes[1:least], *sizes[least + 1 :]]
 
 
-class _Slab:
+class _SlabPacking:
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
         self.taken: list[tuple[int, int, int]] = []  # (offset, end, allocation), by offset

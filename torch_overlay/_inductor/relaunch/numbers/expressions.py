@@ -156,7 +156,7 @@ class Result(int):
 
 
 @dataclass(frozen=True)
-class Program:
+class RegisterProgram:
     """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
     one for the result of each operation. Types are 0 for integers and 1 for floats."""
 
@@ -166,13 +166,13 @@ class Program:
     results: tuple[int, ...]  # the register of each expression
 
     @staticmethod
-    def of(expressions: Sequence[Expression], others: Sequence[Expression] = ()) -> Program:
+    def of(expressions: Sequence[Expression], others: Sequence[Expression] = ()) -> RegisterProgram:
         """`others`: expressions for which numbers have to fit, too, and which are no results."""
         parts = dict.fromkeys(part for expression in (*expressions, *others) for part in parts_of(expression))
         inputs, constants = ([part for part in parts if part[0] == kind] for kind in ("input", "const"))
         steps = [part for part in parts if part[0] in CODES]
         register = {part: i for i, part in enumerate([*inputs, *constants, *steps])}
-        return Program(
+        return RegisterProgram(
             tuple((part[1], int(part[2] is float)) for part in inputs),
             tuple((int(type(part[1]) is float), part[1]) for part in constants),
             tuple((CODES[part[0]], register[part[1]], register[part[-1]]) for part in steps),

@@ -32,9 +32,9 @@ from torch_overlay._inductor.relaunch.numbers.traced import (
     deciding,
     largest,
     NumberEscaped,
+    NumberUse,
     smallest,
     Traced,
-    Use,
 )
 from torch_overlay._inductor.relaunch.proof.functions import binary_of
 
@@ -147,7 +147,7 @@ class Launches:
     def __init__(self, nodes: Callable[[], Sequence[int]], shapes: Shapes | None = None) -> None:
         """`nodes()` returns the handles of the nodes that the captured graph has so far."""
         self.nodes, self.shapes = nodes, shapes
-        self.uses: list[Use] = []
+        self.uses: list[NumberUse] = []
         self.offsets: list[Offset] = []
         self.handles: set[int] = set()  # of the nodes that were noted
         self.thread = threading.get_ident()
@@ -178,7 +178,7 @@ class Launches:
                 if isinstance(value, Traced):
                     if number >= len(letters) or letters[number] not in TYPES:
                         _escape([value], "a kernel takes it as a type that launches do not convert")
-                    self.uses.append(Use(made[0], number, letters[number], value.expression))
+                    self.uses.append(NumberUse(made[0], number, letters[number], value.expression))
 
         called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
         called(*args, **kwargs)
@@ -198,7 +198,7 @@ class Launches:
             decide("positive", blocks)
             if axis:
                 decide("positive", MOST_IN_A_ROW + 1 - blocks)
-            self.uses.append(Use(handle, -1 - axis, "i", blocks.expression))
+            self.uses.append(NumberUse(handle, -1 - axis, "i", blocks.expression))
 
 
 def _escape(values: Sequence[Traced], how: str) -> NoReturn:

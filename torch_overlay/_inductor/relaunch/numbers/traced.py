@@ -203,7 +203,7 @@ for _method in _ASKED.split():
     setattr(Traced, f"__{_method}__", _escaping(f"__{_method}__"))
 
 
-class Use(NamedTuple):
+class NumberUse(NamedTuple):
     """A parameter of a node that is an expression of numbers, or a dimension of its grid, with the numbers and letters
     of a `NumberSlot`."""
 
@@ -221,7 +221,7 @@ def perturbed(value: Any) -> Any:
     return changed if changed - value == 1.0 else 0.5
 
 
-def slots_of(uses: Sequence[Use], numbers: Mapping[int, Any], graph: CapturedGraph) -> tuple[NumberSlot, ...]:
+def slots_of(uses: Sequence[NumberUse], numbers: Mapping[int, Any], graph: CapturedGraph) -> tuple[NumberSlot, ...]:
     """Return the number slots of a captured graph. `numbers`: the values of the traced inputs in the capture. Raises
     `NumberEscaped` if a parameter is not what its expression says."""
     index_of = {node.handle: node.index for node in graph.nodes} if uses else {}

@@ -68,7 +68,7 @@ class Functions:
     ) -> tuple[list[PointerSlot], dict[int, str]]:
         """Return the pointer slots of the nodes whose functions are known, and why the other nodes are unknown.
         `among`: look at these nodes alone."""
-        scan = _Scan(graph)
+        scan = _FunctionScan(graph)
         slots: list[PointerSlot] = []
         unknown: dict[int, str] = {}
         for node in graph.nodes if among is None else [graph.nodes[index] for index in among]:
@@ -78,7 +78,7 @@ class Functions:
                 unknown[node.index] = f"{node.name}: {why}"
         return slots, unknown
 
-    def _slots_of(self, node: Node, scan: _Scan) -> Iterable[PointerSlot]:
+    def _slots_of(self, node: Node, scan: _FunctionScan) -> Iterable[PointerSlot]:
         if isinstance(node, EmptyNode):
             return ()
         if not isinstance(node, KernelNode):
@@ -145,7 +145,7 @@ class _Form:
         self.text, self.items = f"{self.text}{many}I", self.items + many
 
 
-class _Scan:
+class _FunctionScan:
     def __init__(self, graph: CapturedGraph) -> None:
         self.addresses_of = addresses = AddressMap(graph)
         self.upper = addresses.upper_halves() | {*range(addresses.low >> 32, (addresses.high - 1 >> 32) + 1)}

@@ -150,7 +150,7 @@ def prove(
     if a.low < b.high and b.low < a.high:
         raise Unprovable("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
     _same_structure(a, b)
-    scan = _Scan(AddressMap(a), AddressMap(b), foreign, on_device)
+    scan = _ParameterScan(AddressMap(a), AddressMap(b), foreign, on_device)
     constants, pointers = scan.constants, scan.pointers
     slots: list[PointerSlot] = []
     for node_a, node_b in zip(a.nodes, b.nodes):
@@ -251,7 +251,7 @@ class _Null:
     message: str
 
 
-class _Scan:
+class _ParameterScan:
     def __init__(
         self,
         a: AddressMap,

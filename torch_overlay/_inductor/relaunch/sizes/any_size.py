@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
-    from torch_overlay._inductor.relaunch.memory.outputs import View
+    from torch_overlay._inductor.relaunch.memory.outputs import TensorView
     from torch_overlay._inductor.relaunch.numbers.launches import Dims, Shapes
     from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
@@ -47,7 +47,7 @@ class Seen:
     """A call that a region has seen: its numbers, and how its tensors lay in their memory, by position."""
 
     numbers: Mapping[int, Any]
-    views: Mapping[int, View]
+    views: Mapping[int, TensorView]
 
 
 def arrange_any_size(

@@ -8,19 +8,19 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
     Given,
-    Layout,
     OfInput,
     OfStorage,
     output_maker,
+    OutputLayout,
     Repeated,
     SameInput,
     Storage,
-    View,
+    TensorView,
 )
 
 
 def vector(size, dtype=torch.float32, offset=0):
-    return View((size,), (1,), dtype, offset)
+    return TensorView((size,), (1,), dtype, offset)
 
 
 def empty(size, stride, dtype):
@@ -30,7 +30,7 @@ def empty(size, stride, dtype):
 class TestOutputMaker(TestCase):
     def make(self, recipes, storages=(), inputs=()):
         """Return the outputs, the storages and the slab of a call."""
-        layout = Layout((), tuple(storages), tuple(recipes), ())
+        layout = OutputLayout((), tuple(storages), tuple(recipes), ())
         made = [empty(*layout.allocation(number)) for number in layout.own]
         for tensor in made:
             tensor.view(torch.uint8).random_()
@@ -46,8 +46,8 @@ class TestOutputMaker(TestCase):
         self.assertIsInstance(outputs, tuple)
 
     def test_views_of_a_storage(self):
-        first = View((2, 3), (3, 1), torch.float32)
-        column = View((2,), (3,), torch.float32, 4)
+        first = TensorView((2, 3), (3, 1), torch.float32)
+        column = TensorView((2,), (3,), torch.float32, 4)
         bits, odd = vector(6, torch.int32), vector(2, torch.uint8, 5)
         recipes = [OfStorage(0, view) for view in (first, column, bits, odd, first)]
         outputs, (made,), _ = self.make(recipes, [Storage(24)])
@@ -99,7 +99,7 @@ class TestOutputMaker(TestCase):
         recipes = [
             Given(None),
             Computed(expression),
-            Empty(View((0, 4), (4, 1), torch.float16)),
+            Empty(TensorView((0, 4), (4, 1), torch.float16)),
             Repeated(1),
             OfStorage(0, vector(4)),
             Repeated(4),
@@ -111,7 +111,7 @@ class TestOutputMaker(TestCase):
         self.assertIs(outputs[5], made)
 
     def test_calls_share_nothing(self):
-        layout = Layout((), (Storage(16),), (Given(1), OfStorage(0, vector(4))), ())
+        layout = OutputLayout((), (Storage(16),), (Given(1), OfStorage(0, vector(4))), ())
         make = output_maker(layout, empty)
         first, second = (make((), [torch.randn(4)], None) for _ in "ab")
         self.assertNotEqual(first[1].data_ptr(), second[1].data_ptr())
