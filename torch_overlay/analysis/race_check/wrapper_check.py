@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._dynamo import objects
+from torch_overlay._functorch.streams.ids import COPY_STREAMS
 from torch_overlay._inductor.streams.runtime import Region
 from torch_overlay.analysis.race_check.checking import Caller, EagerOrder
 from torch_overlay.analysis.race_check.context import Context
@@ -95,7 +96,7 @@ def caller_objects(modules: Sequence[Module]) -> list[Any]:
     for region in (value for module in modules for value in module.scope.values()):
         if isinstance(region, Region):
             for where in region.spec.streams.values():
-                if isinstance(where, int):
+                if isinstance(where, int) and where < COPY_STREAMS:
                     found.setdefault(where, torch.cuda.Stream())
             for index in region.spec.objects.values():
                 if index not in found:
