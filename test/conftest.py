@@ -15,6 +15,7 @@ import form
 import patched_form
 
 
+os.environ["COLUMNS"] = "160"  # of commands; the workers of xdist say 80
 hypothesis.settings.register_profile("suite", derandomize=True)
 hypothesis.settings.load_profile("suite")
 

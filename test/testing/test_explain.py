@@ -71,9 +71,9 @@ PROGRAM = """\
 
 
 REFUSES = """
-    from torch_overlay._inductor.relaunch.causes import Code, refuse, Refused
+    from torch_overlay._inductor.relaunch.causes import CodeFacts, refuse, Refused
 
-    code = Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
+    code = CodeFacts("forward of 0/0", 0, source="model.py:3: y = f(x)")
     refuse(Refused.of("node-kind", "a library launched a CUDA graph of its own", region=code))
 """
 

@@ -190,7 +190,8 @@ def _shared(name: str, command: Command) -> _Parser:
 
 def parser() -> argparse.ArgumentParser:
     width = shutil.get_terminal_size().columns - 2
-    table = [textwrap.fill(f"  {n:<4} {text}", width, subsequent_indent=" " * 7) for n, text in STATUSES.items()]
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 7, break_on_hyphens=False)
+    table = [wrapper.fill(f"  {n:<4} {text}") for n, text in STATUSES.items()]
     whole = _Parser(
         prog="python -m torch_overlay",
         epilog="\n".join(["exit status:", *table]),
