@@ -1,14 +1,9 @@
-"""Finds out which allocations of a region become outputs.
+"""Gives each allocation of a region addresses of its own in a capture, notes its life, and finds out which of them
+become outputs.
 
 Generated code allocates by a function among its module's globals. An `AllocationObserver` numbers the calls of this
 function by a thread that runs a region; the numbers are the same in every run with the same shapes. If a region needs
 it, a dispatch mode (`Watch`) numbers the calls of operators, and notes the storages that they allocate.
-
-`Lives` notes when each allocation of a capture was made and freed.
-
-Gives each allocation of generated code addresses of its own in a capture, and notes its life.
-
-Runs the operators of a region in a capture, and finds out what they allocate.
 
 To ask the allocator how much an operator has allocated takes longer than to run it. An operator that was run before
 with the same sizes, strides, types, alignments and numbers allocates as much, if the segments are those of then. A
