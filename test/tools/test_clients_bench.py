@@ -11,6 +11,7 @@ import math
 import tempfile
 import unittest
 import unittest.mock
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def answer(*values: float, digest: str = "a", **more: Any) -> dict[str, Any]:
     torch.save([torch.tensor(values, dtype=torch.float64)], file)
     finite = all(map(math.isfinite, values))
     return {"digest": digest, "finite": finite, "file": str(file), "warm s": 2.0, "captures": 3, **more}
+
+
+def compared(mine: dict[str, Any], plain: dict[str, Any], again: Sequence[dict[str, Any]] = ()) -> tuple[str, bool]:
+    return clients.equality(mine, plain, *clients.noise_of(again, plain))
 
 
 def turns(*ms: float) -> dict[str, Any]:
@@ -86,26 +91,26 @@ class TestRegistry(unittest.TestCase):
 
 class TestEquality(unittest.TestCase):
     def test_bits(self) -> None:
-        self.assertEqual(clients.equality(answer(1.0), answer(1.0)), ("bits", True))
+        self.assertEqual(compared(answer(1.0), answer(1.0)), ("bits", True))
 
     def test_difference_without_noise_counts(self) -> None:
-        cell, equal = clients.equality(answer(1.0, 4.001, digest="b"), answer(1.0, 4.0), [answer(1.0, 4.0)])
+        cell, equal = compared(answer(1.0, 4.001, digest="b"), answer(1.0, 4.0), [answer(1.0, 4.0)])
         self.assertFalse(equal)
         self.assertEqual(cell, "DIFFER by 0.0003 (first 0.0003 in 1 of 1; off 0 in 0 of 1)")
 
     def test_difference_like_that_of_two_runs_without_graphs(self) -> None:
         again = [answer(1.0, 4.0), answer(1.0, 4.001, digest="c")]
-        cell, equal = clients.equality(answer(1.0, 3.998, digest="b"), answer(1.0, 4.0), again)
+        cell, equal = compared(answer(1.0, 3.998, digest="b"), answer(1.0, 4.0), again)
         self.assertEqual((cell, equal), ("noise (0.0005; off 0.0003 in 1 of 2)", True))
-        self.assertFalse(clients.equality(answer(1.0, 3.9, digest="b"), answer(1.0, 4.0), again)[1])
+        self.assertFalse(compared(answer(1.0, 3.9, digest="b"), answer(1.0, 4.0), again)[1])
 
     def test_bits_that_no_sample_shows(self) -> None:
-        self.assertFalse(clients.equality(answer(1.0, digest="b"), answer(1.0), [answer(1.0)])[1])
+        self.assertFalse(compared(answer(1.0, digest="b"), answer(1.0), [answer(1.0)])[1])
 
     def test_nan(self) -> None:
-        cell, equal = clients.equality(answer(math.nan), answer(math.nan))
+        cell, equal = compared(answer(math.nan), answer(math.nan))
         self.assertEqual((cell, equal), ("not finite without graphs", False))
-        self.assertFalse(clients.equality(answer(math.nan, digest="b"), answer(1.0), [answer(1.1, digest="c")])[1])
+        self.assertFalse(compared(answer(math.nan, digest="b"), answer(1.0), [answer(1.1, digest="c")])[1])
 
     def test_other_sizes(self) -> None:
         self.assertEqual(clients.differences(answer(1.0), answer(1.0, 2.0)), [math.inf])
@@ -114,7 +119,7 @@ class TestEquality(unittest.TestCase):
         plain, other = torch.zeros(1000), torch.zeros(1000)
         other[501] = 0.5
         found = [clients.seen([v], Path(FILES.name, str(i))) for i, v in enumerate((plain, other))]
-        self.assertEqual(clients.equality(*reversed(found))[0], "DIFFER by 0.5 (first 0.5 in 1 of 1; off 0 in 0 of 0)")
+        self.assertEqual(compared(*reversed(found))[0], "DIFFER by 0.5 (first 0.5 in 1 of 1; off 0 in 0 of 0)")
 
 
 class TestTable(unittest.TestCase):

@@ -212,18 +212,21 @@ def differences(mine: Answer, plain: Answer) -> list[float]:
     return [math.inf if math.isnan(each) else each for each in apart]
 
 
-def equality(mine: Answer, plain: Answer, again: Sequence[Answer] = ()) -> tuple[str, bool]:
+def noise_of(again: Sequence[Answer], plain: Answer) -> tuple[float, str]:
+    """The largest difference of the further processes without graphs, and the text that says so."""
+    others = [other for other in again if other.get("digest", plain["digest"]) != plain["digest"]]
+    noise = max((d for other in others for d in differences(other, plain)), default=0.0)
+    return noise, f"off {noise:.1g} in {len(others)} of {len(again)}"
+
+
+def equality(mine: Answer, plain: Answer, noise: float, off: str) -> tuple[str, bool]:
     """The cell about values, and whether they count as equal to those without graphs."""
     if not plain["finite"]:
         return "not finite without graphs", False
     if mine["digest"] == plain["digest"]:
         return "bits", True
-    others = [other for other in again if other.get("digest", plain["digest"]) != plain["digest"]]
     apart = differences(mine, plain)
-    largest, noise = (
-        max([0.0, *found]) for found in (apart, [d for other in others for d in differences(other, plain)])
-    )
-    off = f"off {noise:.1g} in {len(others)} of {len(again)}"
+    largest = max(apart, default=0.0)
     if noise > 0 and largest <= LIKE_NOISE * noise:
         return f"noise ({largest:.1g}; {off})", True
     first = next((f"{each:.1g} in {n} of {len(apart)}" for n, each in enumerate(apart, 1) if each), "none")
@@ -321,9 +324,10 @@ def merged(rounds: Sequence[dict[str, Answer]], again: Sequence[Answer] = ()) ->
             if values := [turn[key] for turn in turns if key in turn]:
                 found[side][key] = statistics.median(values)
     plain = found.get("off", {})
-    for answer in found.values():
-        if "digest" in answer and "digest" in plain:
-            answer["values"], answer["equal"] = equality(answer, plain, again)
+    if "digest" in plain:
+        noise = noise_of(again, plain)
+        for answer in (answer for answer in found.values() if "digest" in answer):
+            answer["values"], answer["equal"] = equality(answer, plain, *noise)
     return found
 
 
@@ -342,14 +346,14 @@ def compare(
     runs: Runs, rows: Sequence[str], sides: Sequence[str], pool: concurrent.futures.Executor
 ) -> Iterator[tuple[str, dict[str, Answer]]]:
     """The rows in turn, as many processes at a time as the pool has, and no times."""
-    first = {row: {side: pool.submit(runs.once, row, side) for side in sides} for row in rows}
+    futures = {row: {side: pool.submit(runs.once, row, side) for side in sides} for row in rows}
+    first: dict[str, dict[str, Answer]] = {}
     again: dict[str, list[concurrent.futures.Future[Answer]]] = {}
     for row in rows:
-        found = {side: future.result() for side, future in first[row].items()}
-        again[row] = [pool.submit(runs.once, row, f"again {n}") for n in range(AGAINS)] if unequal(found) else []
+        first[row] = {side: future.result() for side, future in futures[row].items()}
+        again[row] = [pool.submit(runs.once, row, f"again {n}") for n in range(AGAINS)] if unequal(first[row]) else []
     for row in rows:
-        found = {side: future.result() for side, future in first[row].items()}
-        yield row, merged([found], [future.result() for future in again[row]])
+        yield row, merged([first[row]], [future.result() for future in again[row]])
 
 
 # ---- what comes out
