@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made, two million objects, is not looked at again by each collection of garbage."""
+    """Collections of garbage leave out the two million objects that imports have made."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries complain of objects that are left at the end

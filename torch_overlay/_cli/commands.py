@@ -138,7 +138,7 @@ class UsageError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found. `data` is printed as JSON if --json is given, else `show` prints the report; `save` writes
+    """Result of a command. `data` is printed as JSON if --json is given, else `show` prints the report; `save` writes
     a file of --out, and raises ValueError or OSError if it can't."""
 
     status: int
