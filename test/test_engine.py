@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import json
@@ -20,8 +21,10 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import types
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -543,6 +546,34 @@ class TestThreads(FakeUpstream):
         self.assertIs(module.plain, original)
         installer.enable()
         self.assertEqual(module.plain(1), 20)
+
+    def test_threads_that_take_fingerprints_at_once(self) -> None:
+        """CPython 3.11 ends in a SystemError when two threads build syntax trees at once and one is interrupted."""
+
+        class Interrupts:
+            def __init__(self) -> None:
+                self.itself = self
+
+            def __del__(self) -> None:
+                time.sleep(0)
+
+        def work(number: int) -> list[str]:
+            marks = []
+            for turn in range(30):
+                for _ in range(10):
+                    Interrupts()
+                marks.append(fingerprint(f"{source}\n# {number}, {turn}\n", "plain"))
+            return marks
+
+        source = textwrap.dedent(UPSTREAM) * 20
+        thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+        self.addCleanup(gc.set_threshold, *thresholds)
+        self.addCleanup(sys.setswitchinterval, interval)
+        gc.set_threshold(50)
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(3) as pool:
+            marks = {mark for found in pool.map(work, range(3)) for mark in found}
+        self.assertEqual(marks, {fingerprint(source, "plain")})
 
     def test_a_module_that_another_thread_is_importing_when_we_enable(self) -> None:
         self.write("torchfake/upstream.py", "import builtins\nbuiltins.pause()\n" + textwrap.dedent(UPSTREAM))

@@ -20,8 +20,10 @@ This module finds definitions in source text without importing them. `tools/fing
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import textwrap
+import threading
 from dataclasses import dataclass
 from typing import Literal, TYPE_CHECKING
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 Kind = Literal["wrap", "replace", "register"]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.ImportFrom
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
+_parse_lock = threading.Lock()
 
 # Decorators that make a descriptor. A hook goes below them: it wraps the function, not the descriptor.
 DESCRIPTOR_DECORATORS = ("staticmethod", "classmethod", "property", "cached_property", "setter", "getter", "deleter")
@@ -149,8 +152,15 @@ def hook_line(node: Definition) -> int:
     return node.lineno
 
 
+@functools.lru_cache(maxsize=1)
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def fingerprint(source: str, *qualnames: str) -> str:
     """Return the fingerprint of definitions in a module's source text."""
-    tree = ast.parse(source)
+    # CPython 3.11 counts the depth of all threads' trees in one variable: calls at once end in a SystemError.
+    with _parse_lock:
+        tree = _parse(source)
     text = "".join(segment(source, find_definition(tree, name)) for name in qualnames)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

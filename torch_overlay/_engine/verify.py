@@ -115,7 +115,7 @@ def check_files(root: Path, seams: Iterable[Seam]) -> list[str]:
     """Check the source of every seam's target; return the files that differ from the release without harm."""
     edited: dict[str, str] = {}
     checked: set[str] = set()
-    for seam in seams:
+    for seam in sorted(seams, key=lambda seam: seam.module):  # a file is parsed once
         path = module_file(root, seam.module)
         name = path.relative_to(root).as_posix()
         if name not in checked:
