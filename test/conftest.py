@@ -7,6 +7,8 @@ import atexit
 import collections
 import gc
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import pytest
@@ -16,6 +18,10 @@ import patched_form
 
 
 os.environ["COLUMNS"] = "160"  # of commands; the workers of xdist say 80
+if "OVERLAY_TEST_BUILDS" not in os.environ:  # for all processes of the run: `stand_ins/c_module.py`
+    os.environ["OVERLAY_TEST_BUILDS"] = _builds = tempfile.mkdtemp()
+    _own = os.getpid()
+    atexit.register(lambda: os.getpid() == _own and shutil.rmtree(_builds, ignore_errors=True))
 hypothesis.settings.register_profile("suite", derandomize=True)
 hypothesis.settings.load_profile("suite")
 

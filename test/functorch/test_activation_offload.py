@@ -49,7 +49,7 @@ from torch_overlay._functorch.offload.plan import _fits, _set, _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import attachments, causes, runner
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
 from torch_overlay._inductor.streams.plan import Buffer, Op
 from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
@@ -1266,13 +1266,6 @@ class TestGraphs(TestCase):
         self.assertEqual(words[:11], (0, 0, 0, 0, executable.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
         self.assertEqual(words[11:22], (0, 0, 0, 0, executable.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
         self.assertEqual(words.index(0x7100_0000_0000) * 8, executable.MEMCPY_SOURCE)
-
-    def test_driver_that_will_not_patch_a_copy_is_found_out_at_the_first_launch(self) -> None:
-        copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)
-        for nodes, launches, expected in (((copy,), 0, True), ((copy,), 3, False), ((), 0, False)):
-            relaunch = mock.Mock(totals=(launches, 0))
-            relaunch.template = Template(1, nodes, tuple(PointerSlot(n.index, 0, 0, 0, 0) for n in nodes))
-            self.assertEqual(runner.has_copies_never_launched(relaunch), expected)
 
     def test_region_that_joins_its_copies_at_the_exit_can_be_captured(self) -> None:
         def spec(streams: dict[str, Any], exit: Any) -> Spec:

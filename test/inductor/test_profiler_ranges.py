@@ -13,7 +13,7 @@ from torch._inductor.test_case import TestCase
 
 import form
 import prefetch_loop
-from stand_ins.relaunch_case import ADD, GpuTestCase, Native, RelaunchTestCase
+from stand_ins.relaunch_case import ADD, GpuTestCase, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
@@ -137,8 +137,6 @@ class TestLaunches(RelaunchTestCase):
                 self.calls(self.runner(ADD), 4)
         self.assertEqual(self.nvtx.calls, 0)
 
-
-class TestLaunchesInC(TestLaunches, Native):
     def test_launch_without_the_option_is_that_of_the_c_module(self) -> None:
         for value, is_named in ((None, False), (True, True)):
             with config.patch(nvtx=value):

@@ -22,15 +22,14 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import ADD, GpuTestCase, host, Native, region, RelaunchTestCase
-from stand_ins.relaunch_device import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
+from stand_ins.relaunch_case import ADD, GpuTestCase, host, region, RelaunchTestCase
+from stand_ins.relaunch_device import Generator, is_tensor, Launcher, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, runner, runners, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.keys import bit_key
-from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.runner import FirstRuns
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
@@ -219,44 +218,147 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.add(run, 3)
         self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
+    def test_finalizer_in_a_launch_by_torch(self):
+        with mock.patch.object(Launcher, "direct", False):
+            self.check_finalizer()
 
-class TestClosure(RelaunchTestCase):
-    """What launches where nodes are patched in Python."""
+    def test_launch_inside_of_a_launch_says_so(self):
+        run, errors = self.runner(ADD), []
+        self.add(run, 2)
+        (state,) = run.states.values()
+        replay = Launcher.replay
 
-    def test_static_input_that_stays_is_not_given_again(self):
+        def nested(launcher):
+            try:
+                state.relaunch.launch([torch.randn(4, 4), torch.randn(4, 4)])
+            except RuntimeError as error:
+                errors.append(str(error))
+            replay(launcher)
+
+        with mock.patch.object(Launcher, "replay", nested):
+            self.add(run)
+        self.assertEqual(errors, ["launch() inside of a launch"])
+
+    def test_only_what_moved_is_patched(self):
         run = self.runner(ADD, static=[1])
-        w = torch.randn(4, 4)
-        for _ in range(5):
-            run([torch.randn(4, 4), w])
-        (launcher,) = self.device.launchers
-        self.assertEqual([1 in regions for regions in launcher.calls], [True, False, False, False])
+        x, w, held = torch.randn(4, 4), torch.randn(4, 4), []
+        patched = []
+        for moves in (False, False, False, True, False):
+            if moves:
+                w = torch.randn(4, 4)
+            before = runners.stats()["nodes_patched"]
+            held.append(run([x, w]))  # a new output each time, by the second node; scratch is where it was, or not
+            patched.append(runners.stats()["nodes_patched"] - before)
+            self.assertEqual(held[-1][0], x * w + x)
+        self.assertEqual(patched[1], 2, "the first launch sets all nodes")
+        self.assertLessEqual(max(patched), 2)
 
-    def test_static_input_that_comes_back_after_a_launch_that_failed(self):
-        run, patch, errors = self.runner(ADD, static=[1]), Launcher.patch, []
-        x, w, other = (torch.randn(4, 4) for _ in range(3))
+    def test_static_input_that_comes_back(self):
+        """Where it is compared with is the executable, whoever patched it last."""
+        run = self.runner(ADD, static=[1])
+        a, b = torch.randn(4, 4), torch.randn(4, 4)
+        for w in (a, a, a, b, a, b, b, a):
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
 
-        def failing(launcher, *args):
-            count = patch(launcher, *args)
-            if errors:
-                raise errors.pop()  # the next call sets every node, to the bases of this one where it gives no others
-            return count
+    def test_storage_exchanged_under_the_same_parameter(self):
+        run = self.runner(ADD, static=[1])
+        w, other = (torch.nn.Parameter(torch.randn(4, 4), requires_grad=False) for _ in range(2))
+        base = torch.randn(8, 4)
+        for change in (
+            lambda: None,
+            lambda: None,
+            lambda: None,
+            lambda: setattr(w, "data", base[:4]),
+            lambda: setattr(w, "data", base[4:]),
+            lambda: torch.utils.swap_tensors(w, other),
+            lambda: None,
+        ):
+            change()
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("captures"), 1)
 
-        self.enterContext(mock.patch.object(Launcher, "patch", failing))
+    def test_no_reference_is_lost_or_gained(self):
+        run = self.runner(ADD, static=[1])
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
         for _ in range(3):
             run([x, w])
-        errors.append(RuntimeError("a node can't be set"))
-        with self.assertRaisesRegex(RuntimeError, "can't be set"):
-            run([x, other])
-        for each in (w, other, w):
-            self.assertEqual(run([x, each])[0], x * each + x)
+        before = sys.getrefcount(x), sys.getrefcount(w)
+        gc.collect()
+        objects = len(gc.get_objects())
+        for _ in range(500):
+            run([x, w])
+        self.assertEqual((sys.getrefcount(x), sys.getrefcount(w)), before)
+        gc.collect()
+        self.assertLess(len(gc.get_objects()) - objects, 250)
 
-    def test_input_that_keeps_moving_is_static_no_more(self):
+    def test_launch_that_fails(self):
         run = self.runner(ADD, static=[1])
-        weights = [torch.randn(4, 4) for _ in range(2)]
-        for n in range(8):
-            run([torch.randn(4, 4), weights[n % 2]])
-        (state,) = run.states.values()
-        self.assertEqual(state.relaunch.static, [])
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        for _ in range(3):
+            run([x, w])
+        for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
+            relaunch_driver.driver().fail(name, 2)
+            inputs = [torch.randn(4, 4), w]
+            with self.assertRaisesRegex(RuntimeError, rf"CUDA driver error in {name}: out of memory \(2\)"):
+                run(inputs)
+            self.assertEqual(len(inputs), 2)
+            (x, w), (out,) = inputs, run(list(inputs))
+            self.assertEqual(out, x * w + x)
+
+    def test_counter_that_is_not_where_it_was(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+
+        def call():
+            run([torch.randn(4, 4), w])
+
+        for _ in range(3):
+            call()
+        group = counters["torch_overlay"]
+        for before, after in ((5, 6), (1 << 80, (1 << 80) + 1), ((1 << 63) - 1, 1 << 63), (2.5, 3.5)):
+            group["cudagraph_relaunches"] = before
+            call()
+            self.assertEqual(group["cudagraph_relaunches"], after)
+        del group["cudagraph_relaunches"]
+        call()
+        self.assertEqual(self.counted("relaunches"), 1)
+        counters.clear()
+        call()
+        call()
+        self.assertEqual((self.counted("relaunches"), group["cudagraph_relaunches"]), (2, 1))
+        counters["torch_overlay"] = None
+        with self.assertRaises(TypeError):
+            call()
+        counters.clear()
+
+    def test_executable_outlives_a_call_that_is_under_way(self):
+        """Another thread may give up the graphs while this one is about to launch."""
+        run = self.runner(ADD, static=[1])
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        for _ in range(3):
+            run([x, w])
+        try_launch = run.states.try_launch
+        self.device.launchers.clear()
+        run.forget()
+        gc.collect()
+        self.assertIsNone(run.states.try_launch)
+        self.assertEqual(try_launch([x, w])[0], x * w + x)
+
+    def test_wrong_arguments(self):
+        run = self.runner(ADD)
+        self.add(run, 3)
+        call = next(iter(run.states.values())).relaunch.call
+        with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
+            call.launch([torch.randn(4, 4)])
+        with self.assertRaises(TypeError):
+            call.launch()
+        with self.assertRaises(TypeError):
+            type(call)()
+        with self.assertRaises(AttributeError):
+            call.launch([torch.randn(4, 4), 3])
+        self.assertIsNone(call.try_launch((torch.randn(4, 4), torch.randn(4, 4))))
 
 
 class TestKeys(RelaunchTestCase):
@@ -694,6 +796,35 @@ def region(args):
         self.assertNotEqual(visible.untyped_storage().data_ptr(), first.untyped_storage().data_ptr())
         self.assertEqual(visible.untyped_storage().nbytes(), 16)
 
+    def test_output_that_can_not_be_made(self):
+        """No memory for one of no elements, or memory that can't be viewed as what is saved."""
+        source = region(
+            "x",
+            "buf0 = torch.neg(x, out=new(4))",
+            "buf1 = torch.mul(x, 2, out=new(4))",
+            "return (buf0, buf1, empty_strided_cuda((0, 3), (3, 1), torch.float32))",
+        )
+        allocate, fails = self.device.empty, set()
+
+        def empty(size, stride, dtype):
+            if size == (0, 3) and "memory" in fails:
+                raise torch.OutOfMemoryError("no memory")
+            odd = dtype is torch.uint8 and "view" in fails
+            return allocate((size[0] + 1,) if odd else size, stride, dtype)
+
+        self.device.empty = empty
+        run, x = self.runner(source, saved=[0, 1]), torch.randn(4)
+        for fails_at, error in (("", None), ("", None), ("memory", "no memory"), ("view", "divisible"), ("", None)):
+            fails.clear()
+            fails.add(fails_at)
+            inputs = [x]
+            if error is None:
+                self.assertEqual(run(inputs)[0], -x)
+            else:
+                with self.assertRaisesRegex(RuntimeError, error):
+                    run(inputs)
+                self.assertIs(inputs[0], x)
+
 
 class TestAlignment(RelaunchTestCase):
     def at(self, skew, base=None):
@@ -819,169 +950,11 @@ class TestAlignment(RelaunchTestCase):
             counters.clear()
 
 
-class TestCopyOnWriteInC(Native, TestCopyOnWrite):
-    pass
-
-
-class TestLifeOfARegionInC(Native, TestLifeOfARegion):
-    def test_calls_are_native(self):
-        run = self.runner(ADD, static=[1])
-        w = torch.randn(4, 4)
-        for _ in range(4):
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
-        (state,) = run.states.values()
-        self.assertEqual(run.states.try_launch, state.relaunch.call.try_launch)
-        self.assertEqual(state.relaunch.totals[0], 3)
-
-    def test_finalizer_in_a_launch_by_torch(self):
-        with mock.patch.object(NativeLauncher, "direct", False):
-            self.check_finalizer()
-
-    def test_launch_inside_of_a_launch_says_so(self):
-        run, errors = self.runner(ADD), []
-        self.add(run, 2)
-        (state,) = run.states.values()
-        replay = Launcher.replay
-
-        def nested(launcher):
-            try:
-                state.relaunch.launch([torch.randn(4, 4), torch.randn(4, 4)])
-            except RuntimeError as error:
-                errors.append(str(error))
-            replay(launcher)
-
-        with mock.patch.object(Launcher, "replay", nested):
-            self.add(run)
-        self.assertEqual(errors, ["launch() inside of a launch"])
-
-    def test_only_what_moved_is_patched(self):
-        run = self.runner(ADD, static=[1])
-        x, w, held = torch.randn(4, 4), torch.randn(4, 4), []
-        patched = []
-        for moves in (False, False, False, True, False):
-            if moves:
-                w = torch.randn(4, 4)
-            before = runners.stats()["nodes_patched"]
-            held.append(run([x, w]))  # a new output each time, by the second node; scratch is where it was, or not
-            patched.append(runners.stats()["nodes_patched"] - before)
-            self.assertEqual(held[-1][0], x * w + x)
-        self.assertEqual(patched[1], 2, "the first launch sets all nodes")
-        self.assertLessEqual(max(patched), 2)
-
-    def test_static_input_that_comes_back(self):
-        """Where it is compared with is the executable, whoever patched it last."""
-        run = self.runner(ADD, static=[1])
-        a, b = torch.randn(4, 4), torch.randn(4, 4)
-        for w in (a, a, a, b, a, b, b, a):
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
-
-    def test_storage_exchanged_under_the_same_parameter(self):
-        run = self.runner(ADD, static=[1])
-        w, other = (torch.nn.Parameter(torch.randn(4, 4), requires_grad=False) for _ in range(2))
-        base = torch.randn(8, 4)
-        for change in (
-            lambda: None,
-            lambda: None,
-            lambda: None,
-            lambda: setattr(w, "data", base[:4]),
-            lambda: setattr(w, "data", base[4:]),
-            lambda: torch.utils.swap_tensors(w, other),
-            lambda: None,
-        ):
-            change()
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
-        self.assertEqual(self.counted("captures"), 1)
-
-    def test_no_reference_is_lost_or_gained(self):
-        run = self.runner(ADD, static=[1])
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
-        before = sys.getrefcount(x), sys.getrefcount(w)
-        gc.collect()
-        objects = len(gc.get_objects())
-        for _ in range(500):
-            run([x, w])
-        self.assertEqual((sys.getrefcount(x), sys.getrefcount(w)), before)
-        gc.collect()
-        self.assertLess(len(gc.get_objects()) - objects, 250)
-
-    def test_launch_that_fails(self):
-        run = self.runner(ADD, static=[1])
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
-        for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
-            relaunch_driver.driver().fail(name, 2)
-            inputs = [torch.randn(4, 4), w]
-            with self.assertRaisesRegex(RuntimeError, rf"CUDA driver error in {name}: out of memory \(2\)"):
-                run(inputs)
-            self.assertEqual(len(inputs), 2)
-            (x, w), (out,) = inputs, run(list(inputs))
-            self.assertEqual(out, x * w + x)
-
-    def test_counter_that_is_not_where_it_was(self):
-        run = self.runner(ADD, static=[1])
-        w = torch.randn(4, 4)
-
-        def call():
-            run([torch.randn(4, 4), w])
-
-        for _ in range(3):
-            call()
-        group = counters["torch_overlay"]
-        for before, after in ((5, 6), (1 << 80, (1 << 80) + 1), ((1 << 63) - 1, 1 << 63), (2.5, 3.5)):
-            group["cudagraph_relaunches"] = before
-            call()
-            self.assertEqual(group["cudagraph_relaunches"], after)
-        del group["cudagraph_relaunches"]
-        call()
-        self.assertEqual(self.counted("relaunches"), 1)
-        counters.clear()
-        call()
-        call()
-        self.assertEqual((self.counted("relaunches"), group["cudagraph_relaunches"]), (2, 1))
-        counters["torch_overlay"] = None
-        with self.assertRaises(TypeError):
-            call()
-        counters.clear()
-
-    def test_executable_outlives_a_call_that_is_under_way(self):
-        """Another thread may give up the graphs while this one is about to launch."""
-        run = self.runner(ADD, static=[1])
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
-        try_launch = run.states.try_launch
-        self.device.launchers.clear()
-        run.forget()
-        gc.collect()
-        self.assertIsNone(run.states.try_launch)
-        self.assertEqual(try_launch([x, w])[0], x * w + x)
-
-    def test_wrong_arguments(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
-        call = next(iter(run.states.values())).relaunch.call
-        with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
-            call.launch([torch.randn(4, 4)])
-        with self.assertRaises(TypeError):
-            call.launch()
-        with self.assertRaises(TypeError):
-            type(call)()
-        with self.assertRaises(AttributeError):
-            call.launch([torch.randn(4, 4), 3])
-        self.assertIsNone(call.try_launch((torch.randn(4, 4), torch.randn(4, 4))))
-
-
-class TestReplayOfTorchInC(Native):
+class TestReplayOfTorch(RelaunchTestCase):
     """A graph that draws random numbers is launched by torch, which knows the generators."""
 
     def test_launch(self):
-        with mock.patch.object(NativeLauncher, "direct", False):
+        with mock.patch.object(Launcher, "direct", False):
             run = self.runner(ADD, static=[1])
             w = torch.randn(4, 4)
             for _ in range(5):
@@ -992,8 +965,8 @@ class TestReplayOfTorchInC(Native):
 
     def test_error_of_a_replay(self):
         with (
-            mock.patch.object(NativeLauncher, "direct", False),
-            mock.patch.object(NativeLauncher, "replay", mock.Mock(side_effect=RuntimeError("no replay"))),
+            mock.patch.object(Launcher, "direct", False),
+            mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("no replay"))),
         ):
             run = self.runner(ADD, static=[1])
             run([torch.randn(4, 4), torch.randn(4, 4)])
@@ -1004,7 +977,7 @@ class TestReplayOfTorchInC(Native):
                 self.assertEqual(len(inputs), 2)
 
 
-class TestStreamAndRawMemory(Native):
+class TestStreamAndRawMemory(RelaunchTestCase):
     """What the device has besides: streams that the driver knows, and memory that is no tensor."""
 
     def setUp(self):
@@ -1122,45 +1095,6 @@ class TestStreamAndRawMemory(Native):
         self.device.selected = 0
         self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
         self.assertEqual(driver.take()[0][0], "context")
-
-
-class TestKeysInC(Native, TestKeys):
-    pass
-
-
-class TestOutputsInC(Native, TestOutputs):
-    def test_output_that_can_not_be_made(self):
-        """No memory for one of no elements, or memory that can't be viewed as what is saved."""
-        source = region(
-            "x",
-            "buf0 = torch.neg(x, out=new(4))",
-            "buf1 = torch.mul(x, 2, out=new(4))",
-            "return (buf0, buf1, empty_strided_cuda((0, 3), (3, 1), torch.float32))",
-        )
-        allocate, fails = self.device.empty, set()
-
-        def empty(size, stride, dtype):
-            if size == (0, 3) and "memory" in fails:
-                raise torch.OutOfMemoryError("no memory")
-            odd = dtype is torch.uint8 and "view" in fails
-            return allocate((size[0] + 1,) if odd else size, stride, dtype)
-
-        self.device.empty = empty
-        run, x = self.runner(source, saved=[0, 1]), torch.randn(4)
-        for fails_at, error in (("", None), ("", None), ("memory", "no memory"), ("view", "divisible"), ("", None)):
-            fails.clear()
-            fails.add(fails_at)
-            inputs = [x]
-            if error is None:
-                self.assertEqual(run(inputs)[0], -x)
-            else:
-                with self.assertRaisesRegex(RuntimeError, error):
-                    run(inputs)
-                self.assertIs(inputs[0], x)
-
-
-class TestAlignmentInC(Native, TestAlignment):
-    pass
 
 
 class TestRandomNumbers(RelaunchTestCase):
@@ -1317,16 +1251,16 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def run_with(self, error, calls=4):
         """Calls of a region whose first launch raises the error; what they raised."""
-        self.enterContext(mock.patch.object(executable, "moving", lambda template: [0]))
+        self.enterContext(mock.patch.multiple(Launcher, rebuild=mock.Mock(), direct=False))
         run, raised, errors = self.runner(ADD), [], [error]
-        patch = Launcher.patch
+        replay = Launcher.replay
 
-        def failing(launcher, *args):
+        def failing(launcher):
             if errors:
                 raise errors.pop()
-            return patch(launcher, *args)
+            replay(launcher)
 
-        with mock.patch.object(Launcher, "patch", failing):
+        with mock.patch.object(Launcher, "replay", failing):
             for _ in range(calls):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 inputs = [x, w]
@@ -1361,7 +1295,8 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
         self.assertEqual(([r.code for r in causes.refused()], len(seen)), (["host-memory"], 1))
 
     def test_other_regions_raise(self):
-        with mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("broken"))):
+        replay = mock.Mock(side_effect=RuntimeError("broken"))
+        with mock.patch.multiple(Launcher, replay=replay, direct=False):
             run = self.runner(ADD)
             run([torch.randn(4, 4), torch.randn(4, 4)])
             for _ in range(2):
@@ -1370,25 +1305,13 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
         self.assertEqual(causes.refusals(), [])
 
 
-class TestFailuresInC(Native, TestFailures):
-    pass
-
-
 class TestVerify(RelaunchTestCase):
     def test_wrong_pointer_is_found_and_named(self):
         run = self.runner(ADD, verify=True)
         self.add(run, 3)
-        (launcher,) = self.device.launchers
-        patch = launcher.patch
-        other = torch.randn(4, 4)
         (state,) = run.states.values()
-        relaunch = state.relaunch.relaunch
-
-        def wrong(bases, regions):
-            return patch([other.data_ptr() if r == 0 else b for b, r in zip(bases, regions)], regions)
-
-        launcher.patch = wrong
-        relaunch.bind()
+        relaunch, other = state.relaunch.relaunch, torch.randn(4, 4)
+        relaunch.launch = lambda inputs, originals=None: relaunch.call.launch([other, inputs[1]], inputs)
         with self.assertRaises(VerifyError) as raised:
             run([torch.randn(4, 4), torch.randn(4, 4)])
         message = str(raised.exception)

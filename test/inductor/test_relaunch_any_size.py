@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
-from stand_ins.relaunch_case import host, Native, region, RelaunchTestCase
+from stand_ins.relaunch_case import host, region, RelaunchTestCase
 from stand_ins.relaunch_device import SizedKernel, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
@@ -82,7 +82,7 @@ def expected(x, n, m):
     return c, whole, whole[n:], n + m, c, None, n
 
 
-class AnySizeTestCase(Native):
+class AnySizeTestCase(RelaunchTestCase):
     def kernels(self):
         one, two = f"{CEIL.format('n')}, 1, 1", f"{CEIL.format('cols')}, {CEIL.format('rows')}, 1"
         return {
@@ -698,7 +698,7 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(self.captures(), 2)
 
 
-class TestResults(Native, RelaunchTestCase):
+class TestResults(RelaunchTestCase):
     def test_a_result_is_no_number(self):
         self.assertNotEqual(Result(3), 3)
         self.assertNotEqual((Result(3),), (3,))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
-from stand_ins.relaunch_case import Native, RelaunchTestCase
+from stand_ins.relaunch_case import RelaunchTestCase
 from stand_ins.relaunch_device import SizedKernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.compiled_region import LEAST
@@ -205,7 +205,7 @@ class Compared:
 
 
 @instantiate_parametrized_tests
-class TestGeneratedCode(Native, RelaunchTestCase):
+class TestGeneratedCode(RelaunchTestCase):
     def compile(self, fn, shapes, requires_grad=False):
         with simulated_gpu(), config.patch(cudagraphs="relaunch"):
             given = [torch.randn(shape, device="cuda", requires_grad=requires_grad) for shape in shapes]

@@ -14,6 +14,7 @@ from stand_ins.relaunch_driver import kernel, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.launch.executable import make_blocks
 from torch_overlay._inductor.relaunch.proof.nodes import PointerSlot, Template
 from torch_overlay.orders import only_order
 
@@ -58,14 +59,14 @@ class TestInC(TestCase):
     def bound(self, shared, nodes, regions=1, direct=True):
         """A call of a graph whose nodes read the only input at their first parameter."""
         slots = [PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]
-        exec = self.module.Exec(0xE0, nodes, slots, regions + 2, (), shared)
-        names = "empty reinterpret outputs current stream_of is_capturing misaligned counters group counter"
-        given = dict.fromkeys([*names.split(), "slab", "scratch"])
-        given |= dict.fromkeys(("allocations", "types", "order", "recipes"), ())
-        given |= {"numbers": ((),) * 4, "direct": direct, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
-        given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y", "replay": mock.Mock()}
-        given |= {"outputs": lambda *made: (), "stream_of": lambda index: 0x55}
-        return exec.call(positions=(0,), masks=(0,), **given)
+        template = Template(regions + 2, tuple(nodes), tuple(slots))
+        return relaunch_driver.call_of(
+            make_blocks(self.module, relaunch_driver.EXECUTABLE, template, shared),
+            positions=(0,),
+            masks=(0,),
+            direct=direct,
+            stream_of=lambda index: 0x55,
+        )
 
     def run_at(self, call, tensor):
         """What the driver was told by a launch."""
@@ -137,7 +138,10 @@ class TestInC(TestCase):
             each.forget()
             self.assertEqual((each.template, each.nodes), (Template(3, (), ()), 2))
         self.driver.take()
-        self.assertEqual([each.patch([1 << 40, 0, 0]) for each in made[:2]], [2, 2])
+        for each in made[:2]:
+            call = relaunch_driver.call_of(each.exec, positions=(0,), masks=(0,))
+            call.launch([torch.zeros(1)])
+            self.assertEqual(call.patched, 2)
         told = [line[2:4] for line in self.driver.take()]
         grids = ["1,2,3"] * 2 + ["9,1,1"] * 2
         self.assertEqual(told, [[hex(node.handle), grid] for node, grid in zip(nodes * 2, grids)])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, HealthCheck, settings, strategies as st
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native, region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.graph.concurrency import (
     CALLER,
@@ -455,7 +455,3 @@ class TestBuffers(RelaunchTestCase):
             return y + z
 
         self.assertGreater(self.reuses(fn), 0)
-
-
-class TestRegionsInC(Native, TestRegions):
-    pass

@@ -1,8 +1,9 @@
-"""Copies of a captured graph: pointed at real memory before the executable is made, and what happens if the driver
-refuses to point them elsewhere later. Graphs and executables are fakes; the driver's structs are the real ones.
+"""Copies of a captured graph: pointed at real memory before the executable is made, and made anew with it where the
+driver refuses to point them elsewhere later. The driver is `relaunch_driver`'s.
 """
 
 import functools
+import struct
 import threading
 import weakref
 from types import SimpleNamespace
@@ -14,16 +15,25 @@ from torch._dynamo.utils import counters
 from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
 from stand_ins.graph_api import FakeApi
-from stand_ins.relaunch_device import FakeDevice
+from stand_ins.relaunch_device import fake_device
+from stand_ins.relaunch_driver import At
 from torch_overlay._inductor.relaunch import causes, region_graphs
 from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.graph import driver as cu
-from torch_overlay._inductor.relaunch.launch import executable, relaunch
+from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.states import State
-from torch_overlay.csrc import DriverError
+
+
+driver: relaunch_driver.Driver
+
+
+def setUpModule() -> None:
+    global driver
+    driver = relaunch_driver.driver()
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000
@@ -112,140 +122,147 @@ class Graph:
         self.executable += 1
 
 
-class Exec:
-    """As the C module's `Exec`. `refuses` has the executables whose copies the driver will not point elsewhere."""
+class TestRebuild(TestCase):
+    def make(self, given: Template | None = None, refused: int = 0) -> Any:
+        """A call of a graph whose executables below `refused` can't be pointed at other memory."""
+        driver.library.stub_reset()
+        driver.library.stub_refuse(refused)
+        given = given or template()
+        self.graph, self.calls = Graph(), []
+        self.rebuild = executable.Rebuild(self.graph, executable.moving(given))
+        self.enterContext(mock.patch.object(executable, "upload", lambda graph: self.calls.append("upload")))
+        self.enterContext(mock.patch("torch.cuda.synchronize", lambda: self.calls.append("synchronize")))
+        blocks = executable.make_blocks(relaunch_driver.module(), 100, given, None, self.rebuild)
+        positions = tuple(range(given.regions))
+        call = relaunch_driver.call_of(blocks, positions=positions, masks=(0,) * given.regions, direct=True)
+        return lambda *addresses: call.launch([At(address) for address in addresses])
 
-    refuses: set[int] = set()
-    error = DriverError("cuGraphExecMemcpyNodeSetParams", 1, "invalid argument", "node 0 (memcpy)")
-
-    def __init__(self, executable: int, nodes: Any, slots: Any, regions: int) -> None:
-        self.executable, self.nodes, self.slots = executable, nodes, slots
-        self.bases: dict[int, int] = {}
-
-    def patch(self, bases: Any, regions: Any = None) -> int:
-        self.bases.update(zip(range(len(bases)) if regions is None else regions, bases))
-        has_copies = any(isinstance(self.nodes[s.node], CopyNode) for s in self.slots)
-        if has_copies and self.executable in self.refuses:
-            raise self.error
-        return len({s.node for s in self.slots})
-
-
-class TestPatcher(TestCase):
-    def make(self, given: Template | None = None) -> executable.Patcher:
-        self.api, self.graph, self.calls = Api(), Graph(), []
-        return executable.Patcher(
-            self.graph,
-            given or template(),
-            upload=lambda graph: self.calls.append("upload"),
-            synchronize=lambda: self.calls.append("synchronize"),
-            driver=cu.Driver(self.api),
-            make=Exec,
-        )
+    def driven(self) -> list[tuple[Any, ...]]:
+        """Calls of the driver since the last look: (kind, executable or node, node, address on the device)."""
+        found: list[tuple[Any, ...]] = []
+        for kind, *values in driver.take():
+            if kind == "launch":
+                found.append((kind, int(values[0], 16)))
+            elif kind == "fill":
+                found.append((kind, int(values[0], 16), int(values[1], 16)))
+            else:
+                words = struct.unpack("<25Q", bytes.fromhex(values[-1 if kind == "in_graph" else 2]))
+                found.append(
+                    (kind, *[int(v, 16) for v in values[: 1 if kind == "in_graph" else 2]], words[17] or words[6])
+                )
+        return found
 
     def test_driver_that_follows_is_asked_for_no_more(self) -> None:
-        patcher = self.make()
-        self.assertEqual(patcher.patch([0x1000, 0x2000], [0, 1]), 3)
-        self.assertEqual((self.calls, patcher.rebuilds), ([], 0))
+        self.make()(0x1000, 0x2000)
+        copies = ("copy", 100, 0x50, 0x1040), ("fill", 100, 0x51), ("copy", 100, 0x52, 0x2000)
+        self.assertEqual(self.driven(), [*copies, ("launch", 100)])
+        self.assertEqual((self.calls, self.rebuild.count), ([], 0))
 
     def test_refused_copy_is_set_in_the_graph_and_the_executable_made_anew(self) -> None:
         before = counters["torch_overlay"]["cudagraph_rebuilds"]
-        patcher = self.make()
-        with mock.patch.object(Exec, "refuses", {100, 101, 102}):
-            self.assertEqual(patcher.patch([0x1000, 0x2000], [0, 1]), 3)
-            self.assertEqual(sides(self.api.params[0x50]), (cu.MEMORY_DEVICE, 0x1040, cu.MEMORY_HOST, SLAB))
-            self.assertEqual(sides(self.api.params[0x52]), (cu.MEMORY_HOST, SLAB, cu.MEMORY_DEVICE, 0x2000))
-            self.assertEqual(self.calls, ["synchronize", "upload"])
-            # What is no copy is patched in the new executable, at the bases of this call.
-            self.assertEqual((patcher.exec.executable, patcher.exec.bases), (101, {0: 0x1000, 1: 0x2000}))
-            self.assertEqual([s.node for s in patcher.exec.slots], [1])
-            # Nothing moved: no other executable. One region moved: a new one, with the other where it was.
-            patcher.patch([0x1000, 0x2000], [0, 1])
-            self.assertEqual(patcher.rebuilds, 1)
-            patcher.patch([0x3000], [1])
-            self.assertEqual((patcher.rebuilds, patcher.exec.executable), (2, 102))
-            self.assertEqual(sides(self.api.params[0x52])[3], 0x3000)
-            self.assertEqual(patcher.exec.bases, {0: 0x1000, 1: 0x3000})
+        launch = self.make(refused=103)
+        launch(0x1000, 0x2000)
+        self.assertEqual(self.calls, ["synchronize", "upload"])
+        # What is no copy is set in the new executable.
+        in_graph = [("in_graph", 0x50, 0x1040), ("in_graph", 0x52, 0x2000)]
+        self.assertEqual(self.driven(), [*in_graph, ("fill", 101, 0x51), ("launch", 101)])
+        launch(0x1000, 0x2000)  # nothing moved
+        self.assertEqual((self.driven(), self.rebuild.count), ([("launch", 101)], 1))
+        launch(0x1000, 0x3000)  # one region moved: the other is where it was
+        in_graph = [("in_graph", 0x50, 0x1040), ("in_graph", 0x52, 0x3000)]
+        self.assertEqual(self.driven(), [*in_graph, ("fill", 102, 0x51), ("launch", 102)])
         self.assertEqual(counters["torch_overlay"]["cudagraph_rebuilds"] - before, 2)
 
     def test_refusal_at_a_later_launch(self) -> None:
-        patcher = self.make()
-        patcher.patch([0x1000, 0x2000])
-        with mock.patch.object(Exec, "refuses", {100}):
-            patcher.patch([None, 0x4000])
-        self.assertEqual(sides(self.api.params[0x50])[1], 0x1040)
-        self.assertEqual(sides(self.api.params[0x52])[3], 0x4000)
+        launch = self.make()
+        launch(0x1000, 0x2000)
+        driver.library.stub_refuse(101)
+        driver.take()
+        launch(0x1000, 0x4000)
+        in_graph = [("in_graph", 0x50, 0x1040), ("in_graph", 0x52, 0x4000)]
+        self.assertEqual(self.driven(), [*in_graph, ("fill", 101, 0x51), ("launch", 101)])
 
     def test_other_errors_are_the_callers(self) -> None:
-        patcher = self.make()
-        error = DriverError("cuGraphExecKernelNodeSetParams", 1, "x")
-        refused = mock.patch.multiple(Exec, refuses={100}, error=error)
-        with refused, self.assertRaisesRegex(RuntimeError, "KernelNodeSetParams"):
-            patcher.patch([0x1000, 0x2000])
-        self.assertEqual(patcher.rebuilds, 0)
+        for name, refused in (("cuGraphExecMemsetNodeSetParams", 0), ("cuGraphMemcpyNodeSetParams", 101)):
+            launch = self.make(refused=refused)
+            driver.fail(name, 1)
+            with self.assertRaisesRegex(RuntimeError, name):
+                launch(0x1000, 0x2000)
+            self.assertEqual(self.rebuild.count, 0)
+            self.assertNotIn("launch", [call[0] for call in self.driven()])
+            launch(0x1000, 0x2000)
+            self.assertEqual(self.driven()[-1], ("launch", 100 + self.rebuild.count))
 
     def test_executable_that_is_gone_is_not_patched(self) -> None:
-        """Making it anew destroys the old one, also when it fails."""
+        """To make it anew destroys the old one, also when that fails."""
         for failing in ("instantiate", "upload"):
             with self.subTest(failing=failing):
-                patcher = self.make()
-                with mock.patch.object(Exec, "refuses", {100}):
-                    patcher.patch([0x1000, 0x2000])
+                launch = self.make(refused=101)
+                launch(0x1000, 0x2000)
                 no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-                owner = self.graph if failing == "instantiate" else patcher
+                owner: Any = self.graph if failing == "instantiate" else executable
                 with mock.patch.object(owner, failing, no_memory), self.assertRaises(torch.OutOfMemoryError):
-                    patcher.patch([0x3000, 0x2000])
-                gone = patcher.exec.executable
-                patcher.patch([0x1000, 0x2000])
-                self.assertGreater(patcher.exec.executable, gone)
-                self.assertEqual(patcher.exec.bases, {0: 0x1000, 1: 0x2000})
+                    launch(0x3000, 0x2000)
+                gone = self.graph.executable
+                driver.take()
+                launch(0x1000, 0x2000)
+                self.assertGreater(self.graph.executable, gone)
+                in_graph = [("in_graph", 0x50, 0x1040), ("in_graph", 0x52, 0x2000)]
+                made = self.graph.executable
+                self.assertEqual(self.driven(), [*in_graph, ("fill", made, 0x51), ("launch", made)])
 
     def test_rows_are_never_patched(self) -> None:
         rows = linear(0, 0x50, width=100, height=3, dst_pitch=512)
-        patcher = self.make(Template(1, (rows,), (PointerSlot(0, 0, 0, 0, 0),)))
-        self.assertEqual(patcher.patch([0x1000]), 1)
-        self.assertEqual((patcher.rebuilds, patcher.exec.slots), (1, ()))
+        launch = self.make(Template(1, (rows,), (PointerSlot(0, 0, 0, 0, 0),)))
+        launch(0x1000)
+        self.assertEqual(self.driven(), [("in_graph", 0x50, 0x1000), ("launch", 101)])
+        self.assertEqual(self.rebuild.count, 1)
+
+    def owned(self) -> tuple[Runner, State]:
+        """A runner and its state, whose graph is given up when it has been made anew too often."""
+        owner = self.enterContext(fake_device())
+        made, state = Runner(lambda inputs: None, CodeFacts("a region", 0), owner), State()
+        state.relaunch = SimpleNamespace(stages=[SimpleNamespace(totals=(3, 0))])  # type: ignore[assignment]
+        return made, state
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
-        patcher = self.make()
-        owner = Runner(lambda inputs: None, CodeFacts("a region", 0), FakeDevice())
-        state = State()
-        state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
-        patcher.given_up = lambda why: region_graphs._give_up(weakref.ref(owner.region_graphs), weakref.ref(state), why)
-        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(causes, "refuse") as refuse:
+        owner, state = self.owned()
+        launch = self.make(refused=200)
+        self.rebuild.give_up = functools.partial(
+            region_graphs._give_up, weakref.ref(owner.region_graphs), weakref.ref(state)
+        )
+        with mock.patch.object(causes, "refuse") as refuse:
             for i in range(executable.MOST_REBUILDS - 1):
-                patcher.patch([0x1000 * (i + 1), 0x2000])
+                launch(0x1000 * (i + 1), 0x2000)
             self.assertFalse(state.refused)
-            patcher.patch([0x9_0000, 0x2000])
+            launch(0x9_0000, 0x2000)
         self.assertTrue(state.refused)
         self.assertIsNone(state.relaunch)
         ((refused,), _) = refuse.call_args
         self.assertEqual(refused.code, "host-memory")
         self.assertIn(f"moved {executable.MOST_REBUILDS} times", refused.message)
+        self.assertIn("cuGraphExecMemcpyNodeSetParams: invalid argument (1), at node 0 (memcpy)", refused.message)
         self.assertEqual(owner.launched(), 3)
 
     def test_graph_is_not_dropped_while_a_thread_that_may_wait_for_its_launch_has_the_lock(self) -> None:
         """A finalizer launches while the lock of the states is held, and waits for this launch."""
-        owner = Runner(lambda inputs: None, CodeFacts("a region", 0), FakeDevice())
-        state, patcher = State(), self.make()
-        state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
-        give_up = functools.partial(region_graphs._give_up, weakref.ref(owner.region_graphs), weakref.ref(state))
-        patcher.given_up = give_up
+        owner, state = self.owned()
+        launch = self.make(refused=200)
+        self.rebuild.give_up = functools.partial(
+            region_graphs._give_up, weakref.ref(owner.region_graphs), weakref.ref(state)
+        )
 
-        def patch(first: int) -> None:
+        def launches(first: int) -> None:
             for i in range(executable.MOST_REBUILDS):
-                patcher.patch([0x1000 * (first + i), 0x2000])
+                launch(0x1000 * (first + i), 0x2000)
 
-        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(causes, "refuse") as refuse:
-            launch = threading.Thread(target=patch, args=(1,), daemon=True)
+        with mock.patch.object(causes, "refuse") as refuse:
+            thread = threading.Thread(target=launches, args=(1,), daemon=True)
             with owner.states.lock:
-                launch.start()
-                launch.join(10)
-                self.assertFalse(launch.is_alive(), "it waits for the lock")
+                thread.start()
+                thread.join(10)
+                self.assertFalse(thread.is_alive(), "it waits for the lock")
             self.assertIsNotNone(state.relaunch)
-            patch(100)
+            launches(100)
         self.assertIsNone(state.relaunch)
         refuse.assert_called_once()
-
-    def test_region_with_copies_is_launched_from_python(self) -> None:
-        launcher = mock.Mock(exec=None)
-        self.assertIsNone(relaunch.bind(mock.Mock(launcher=launcher)))

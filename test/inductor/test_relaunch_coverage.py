@@ -111,7 +111,8 @@ class TestCounts(RelaunchTestCase):
     def test_graphs_that_were_replaced_are_counted(self):
         states = States(4, 0)
         for launches in (3, 2):
-            states.set_graph(states.of(()), SimpleNamespace(totals=[launches]))
+            stage = SimpleNamespace(totals=[launches])
+            states.set_graph(states.of(()), SimpleNamespace(stages=[stage]))
         self.assertEqual(states.launched(), 5)
         states.forget()
         self.assertEqual(states.launched(), 5)

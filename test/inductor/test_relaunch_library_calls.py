@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native, region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay._inductor.relaunch.capture import capture, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, Differs
 from torch_overlay._inductor.relaunch.sizes import sizes
@@ -249,7 +249,3 @@ class TestLibraryCalls(LibraryCallsTestCase):
     def test_nodes_of_no_call(self):
         with self.assertRaisesRegex(Differs, "1 nodes are not launched by calls of a library"):
             calls_of([], {0})
-
-
-class TestLibraryCallsInC(Native, TestLibraryCalls):
-    pass

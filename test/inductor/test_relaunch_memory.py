@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
-from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import donated_buffers
@@ -135,13 +134,6 @@ def backward_expected(inputs):
     carried = tangent + 1
     held = held + 1
     return [*[a * tangent + carried for a in reversed(saved)], carried + held, held, 7]
-
-
-def a_native_module():
-    module = relaunch_driver.module()
-    relaunch_driver.driver().library.stub_reset()
-    relaunch_driver.driver().library.stub_deliver()
-    return module
 
 
 class TestLives(unittest.TestCase):
@@ -332,11 +324,6 @@ class TestScratch(RelaunchTestCase):
             x = torch.randn(64, 64)
             self.assertEqual(run([x])[0], (x + sum(range(12))) * 2)
         self.assertEqual(self.counted("relaunches"), 3)
-
-
-class TestScratchNative(TestScratch):
-    def native_module(self):
-        return a_native_module()
 
 
 class TestStages(RelaunchTestCase):
@@ -651,18 +638,11 @@ class TestStages(RelaunchTestCase):
         run = self.backward()
         for _ in range(3):
             run(backward_inputs())
-        self.assertEqual(run.states[()].relaunch.totals[0], 2 * len(self.stages()))
+        self.assertEqual([stage.totals[0] for stage in run.states[()].relaunch.stages], [2] * len(self.stages()))
         refs = [weakref.ref(launcher) for launcher in self.device.launchers]
         self.device.launchers.clear()
         run.forget()
         self.assertEqual([r() for r in refs], [None] * len(refs))
-
-
-class TestStagesNative(TestStages):
-    """The stages are calls of the C module."""
-
-    def native_module(self):
-        return a_native_module()
 
 
 def vector(storage, bytes_, dtype=torch.float32, offset=0):
@@ -873,10 +853,6 @@ def region(args):
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out[1:]}
         self.assertGreaterEqual(list(storages.values()).count(8192), 3)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
-
-
-class TestChunksOfARegionNative(TestChunksOfARegion):
-    native_module = TestStagesNative.native_module
 
 
 class TestDonation(unittest.TestCase):

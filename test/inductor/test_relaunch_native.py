@@ -22,8 +22,8 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form
-from stand_ins import relaunch_driver
-from stand_ins.relaunch_driver import kernel, word
+from stand_ins import c_module, relaunch_driver
+from stand_ins.relaunch_driver import At, kernel, Patched, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
@@ -36,6 +36,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     KernelNode,
     PointerSlot,
     Segment,
+    Template,
     Unprovable,
 )
 
@@ -418,19 +419,8 @@ class TestRanges(DriverCase):
         self.free(address, 100, 0, None)
 
 
-class Moved:
-    """Something with an address."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class TestExec(DriverCase):
-    def make(self, nodes, slots, regions):
-        return self.module.Exec(0xE0, nodes, slots, regions)
+    make = staticmethod(Patched)
 
     def pair(self):
         """Two nodes: the first reads region 0 and writes region 1, the second reads region 1."""
@@ -463,18 +453,6 @@ class TestExec(DriverCase):
         self.assertEqual(exec.patch([0x7100, 0x9100]), 2)
         self.assertEqual(set(self.set()), {0x1000, 0x1001})
 
-    def test_none_and_left_out_regions_stay(self):
-        exec = self.pair()
-        exec.patch((0x7000, 0x9000))
-        self.assertEqual(exec.patch([None, None]), 0)
-        self.assertEqual(exec.patch([None, 0x9000]), 0)
-        self.assertEqual(exec.patch([0x7008], [0]), 1)
-        self.assertEqual(exec.patch([0x9008, 0x7008], (1, 0)), 2)
-        self.assertEqual(exec.patch([], []), 0)
-        self.set()
-        self.assertEqual(exec.patch([0x9010], (1,)), 2)
-        self.assertEqual(self.set()[0x1000], [word(0x7018).hex(), word(0x9010).hex(), "05000000"])
-
     def test_words_are_found_at_any_offset(self):
         blob = bytes(range(1, 65))
         exec = self.make([kernel(0, b"\xff" * 4, blob)], [PointerSlot(0, 1, 12, 0, 1), PointerSlot(0, 1, 56, 0, 2)], 1)
@@ -494,24 +472,20 @@ class TestExec(DriverCase):
         self.assertEqual(block % 64, 0)
         self.assertTrue(arguments)
 
-    def test_first_call_needs_every_base_that_has_pointer_slots(self):
-        exec = self.pair()
-        with self.assertRaisesRegex(ValueError, "region 1 has no base yet"):
-            exec.patch([0x7000, None])
-        with self.assertRaisesRegex(ValueError, "region 0 has no base yet"):
-            exec.patch([0x9000], [1])
-        self.assertEqual(driver.calls(), [])
-        self.assertEqual(self.make([kernel(0, word(1))], [PointerSlot(0, 0, 0, 2, 0)], 3).patch([None, None, 0x10]), 1)
+    def test_regions_without_memory(self):
+        blocks = make_blocks(self.module, 0, Template(2, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 1, 0),)))
+        with self.assertRaisesRegex(ValueError, "region 1 has no memory"):
+            relaunch_driver.call_of(blocks)  # the scratch
+        with self.assertRaisesRegex(ValueError, "region 2 has no memory"):
+            relaunch_driver.call_of(make_blocks(self.module, 0, Template(3, (), ())))
 
     def test_after_an_error_every_node_is_set(self):
         exec = self.pair()
         exec.patch([0x7000, 0x9000])
-        self.assertFalse(exec.stale)
         driver.fail("cuGraphExecKernelNodeSetParams", INVALID, skip=1)
         message = r"CUDA driver error in cuGraphExecKernelNodeSetParams: invalid argument \(1\), at node 1 \(kernel_1\)"
         with self.assertRaisesRegex(RuntimeError, message):
             exec.patch([0x7000, 0x9100])
-        self.assertTrue(exec.stale)
         self.set()
         self.assertEqual(exec.patch([0x7000, 0x9000]), 2)
         self.assertEqual(
@@ -523,7 +497,7 @@ class TestExec(DriverCase):
         """The nodes of the graph that failed have in their blocks what the executable doesn't hold."""
         shared = self.module.Shared(2)
         nodes, slots = [kernel(0, word(1)), kernel(1, word(2))], [PointerSlot(k, 0, 0, 0, 0) for k in (0, 1)]
-        one, other = (make_blocks(self.module, 0xE0, nodes, slots, 1, (), shared) for _ in range(2))
+        one, other = (self.make(nodes, slots, 1, shared) for _ in range(2))
         other.patch([0x9000])
         one.patch([0x7000])
         driver.fail("cuGraphExecKernelNodeSetParams", INVALID)
@@ -540,7 +514,7 @@ class TestExec(DriverCase):
         slots = [PointerSlot(0, 0, 0, 0, 0), PointerSlot(1, 0, 0, 1, 0), PointerSlot(2, 1, 0, 1, 0)]
 
         def make(*nodes):
-            return make_blocks(self.module, 0xE0, nodes, slots, 2, (), shared)
+            return self.make(nodes, slots, 2, shared)
 
         nodes = kernel(0, word(1), word(5)), fill, copy
         first = make(*nodes)
@@ -565,34 +539,15 @@ class TestExec(DriverCase):
         del made
         self.assertEqual(first.patch([1, 2]), 3, "it isn't known what the executable holds")
 
-    def test_bases_of_a_failed_call_are_remembered(self):
-        """A later call may leave out what this one gave: the pointer slots of all regions are written again."""
-        exec = self.pair()
-        driver.fail("cuGraphExecKernelNodeSetParams", INVALID)
-        with self.assertRaisesRegex(RuntimeError, r"at node 0 \(kernel_0\)"):
-            exec.patch([0x7000, 0x9000])
-        self.assertEqual(exec.patch([None, 0xA000]), 2)
-        self.assertEqual(self.set()[0x1000], [word(0x7010).hex(), word(0xA000).hex(), "05000000"])
-
     def test_bad_base_changes_nothing(self):
         exec = self.pair()
         exec.patch([0x7000, 0x9000])
         self.set()
-        for bad, error in (
-            ("x", AttributeError),
-            (-1, OverflowError),
-            (1 << 64, OverflowError),
-            (Moved(-5), OverflowError),
-        ):
+        for bad, error in (("x", AttributeError), (-1, OverflowError), (1 << 64, OverflowError)):
             with self.assertRaises(error):
                 exec.patch([0x7777, bad])
-        for bases, regions in (([1], None), ([1, 2, 3], None), ([1], (0, 1))):
-            with self.assertRaisesRegex(ValueError, r"patch\(\) got \d bases for \d regions"):
-                exec.patch(bases, regions)
-        for region in (2, -1):
-            with self.assertRaisesRegex(ValueError, f"there is no region {region}"):
-                exec.patch([1], [region])
-        self.assertFalse(exec.stale)
+        with self.assertRaisesRegex(TypeError, "wants a list of 2 inputs or more"):
+            exec.patch([0x7777])
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
         self.assertEqual(driver.calls(), [])
 
@@ -645,7 +600,6 @@ class TestExec(DriverCase):
 
     def test_nodes_without_words_have_no_block(self):
         exec = self.make([kernel(0, word(1)), kernel(5, word(1))], [PointerSlot(5, 0, 0, 0, 0)], 1)
-        self.assertEqual(exec.nodes, 1)
         exec.patch([0x10])
         self.assertEqual(set(self.set()), {0x1005})
 
@@ -666,40 +620,24 @@ class TestExec(DriverCase):
         exec.patch([4, 2])
         self.assertEqual([line[0] for line in driver.take()], ["context", "kernel", "kernel"])
 
-    def test_patch_inside_of_patch(self):
-        exec = self.pair()
-
-        class Sly(Moved):
-            def data_ptr(self):
-                exec.patch([1, 2])
-                return 3
-
-        with self.assertRaisesRegex(RuntimeError, r"patch\(\) is running already"):
-            exec.patch([Sly(0), 0])
-        self.assertEqual(exec.patch([1, 2]), 2)
-
     def test_list_that_changes_while_it_is_read(self):
-        exec = self.pair()
-        bases: list[object] = []
-
-        class Sly(Moved):
+        class Sly(At):
             def data_ptr(self):
-                bases.clear()
+                inputs.clear()
                 return 3
 
-        bases += [Sly(0), Sly(0)]
-        with self.assertRaisesRegex(RuntimeError, "the list of bases changed while it was read"):
-            exec.patch(bases)
+        inputs: list[object] = [Sly(0), Sly(0)]
+        with self.assertRaisesRegex(RuntimeError, "the list of inputs changed while it was read"):
+            self.pair().call.launch(inputs)
 
     def test_references_are_given_back(self):
         exec = self.pair()
-        values = [Moved(1 << 40), torch.zeros(1)]
-        bases, regions = list(values), (0, 1)
-        counts = lambda: [sys.getrefcount(o) for o in (*values, bases, regions, exec)]  # noqa: E731
+        values = [At(1 << 40), torch.zeros(1)]
+        counts = lambda: [sys.getrefcount(o) for o in (*values, exec.call)]  # noqa: E731
         before = counts()
         for i in range(50):
             values[0].address = (1 << 40) + i  # type: ignore[union-attr]
-            exec.patch(bases, regions)
+            exec.patch(values)
             with self.assertRaises(AttributeError):
                 exec.patch([values[0], "x"])
         self.assertEqual(counts(), before)
@@ -720,7 +658,7 @@ class TestExec(DriverCase):
     @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(st.data())
     def test_executable_holds_what_the_bases_say(self, data):
-        """Random templates, moves, partial calls and driver errors: after a call that succeeds, each node that was ever
+        """Random templates, moves and driver errors: after a call that succeeds, each node that was ever
         set holds base + delta in its pointer slots and its own bytes elsewhere."""
         driver.library.stub_reset()
         draw = data.draw
@@ -749,13 +687,12 @@ class TestExec(DriverCase):
         exec = self.make(nodes, slots, regions)
         held: dict[int, list[str]] = {}
         bases = [draw(st.integers(0, 1 << 48)) for _ in range(regions)]
-        call = list(bases)
         for _ in range(draw(st.integers(1, 6))):
             fails = draw(st.booleans()) and bool(taken)
             if fails:
                 driver.fail("cuGraphExecKernelNodeSetParams", INVALID, skip=draw(st.integers(0, 3)))
             try:
-                count = exec.patch(call)
+                count = exec.patch(bases)
                 lines = driver.calls("kernel")
                 self.assertEqual(count, len(lines))
                 succeeded = True
@@ -775,7 +712,6 @@ class TestExec(DriverCase):
                     self.assertEqual(held[index], [value.hex() for value in expected])
             moved = [draw(st.booleans()) for _ in range(regions)]
             bases = [draw(st.integers(0, 1 << 48)) if m else b for m, b in zip(moved, bases)]
-            call = [b if m else draw(st.sampled_from([b, None])) for m, b in zip(moved, bases)]
 
 
 class TestArguments(TestCase):
@@ -788,11 +724,7 @@ class TestArguments(TestCase):
         self.blocks = relaunch_driver.module().Blocks
 
     def maker(self, words=(), **arguments):
-        names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
-        defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
-        defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        defaults |= {"numbers": ((),) * 4, "direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
-        return functools.partial(self.blocks(0, (self.NODE,), (), 0, words).call, **defaults | arguments)
+        return functools.partial(relaunch_driver.call_of, self.blocks(0, (self.NODE,), (), 0, words), **arguments)
 
     def call(self, words=(), **arguments):
         return self.maker(words, **arguments)()
@@ -882,14 +814,12 @@ class TestArguments(TestCase):
         self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
 
     def test_positions_of_inputs(self):
-        blocks = self.blocks(0, (self.NODE,), (), 1)
-        arguments = {**self.maker().keywords, "masks": (0,), "order": ()}
+        make = functools.partial(relaunch_driver.call_of, self.blocks(0, (self.NODE,), (), 1))
         for position in (-1, sys.maxsize):
             absent = "an input at a position that no list has"
-            self.check(ValueError, absent, blocks.call, **{**arguments, "positions": (position,)})
+            self.check(ValueError, absent, make, positions=(position,), masks=(0,))
         for masks, positions in (((), (0,)), ((0, 0), (0, 0))):
-            given = {**arguments, "masks": masks, "positions": positions}
-            self.check(ValueError, "so many inputs are no regions", blocks.call, **given)
+            self.check(ValueError, "so many inputs are no regions", make, positions=positions, masks=masks)
 
     def test_number_slots(self):
         make = self.blocks
@@ -944,7 +874,7 @@ class TestBuild(TestCase):
     def test_driver_that_is_missing_or_too_old_is_named(self):
         flags = mock.patch.object(csrc, "FLAGS", (*csrc.FLAGS, "-O0"))
         for name, said in (("libno_such_driver.so", "can't be loaded"), ("libm.so.6", r"has no cu\w+")):
-            cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name)
+            cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(c_module.builds()))
             with flags, cache, self.assertRaisesRegex(ImportError, f"{name} {said}"):
                 csrc.build(name)
 
@@ -1035,19 +965,23 @@ class TestOnAGpu(TestCase):
         (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
         proven = prove.prove(first, second)
         graph.instantiate()
-        exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.slots, proven.regions)
+        blocks = make_blocks(module, graph.raw_cuda_graph_exec(), proven)
+        call = relaunch_driver.call_of(blocks, positions=(0, 1, 2, 3), masks=(0,) * 4, replay=graph.replay)
         del second_graph
         a.close()
         b.close()
         for _ in range(4):
             x, y, out = (torch.randn(1000, device="cuda") for _ in range(3))
             slab = torch.empty(scratch, dtype=torch.uint8, device="cuda")
-            self.assertGreater(exec.patch([x, y, out, slab]), 0)
-            graph.replay()
+            before = call.patched
+            for _ in range(2):
+                call.launch([x, y, out, slab])
             self.assertEqual(out, y * 3 + (x + 1))
-            self.assertEqual(exec.patch([x, y, out, slab]), 0)
-        self.assertEqual(exec.patch([torch.empty_like(x)], [0]), 1)
-        del exec, graph
+            self.assertGreater(call.patched, before)
+        before = call.patched
+        call.launch([torch.empty_like(x), y, out, slab])
+        self.assertEqual(call.patched - before, 1)
+        del blocks, call, graph
         gc.collect()
         torch.cuda.empty_cache()
         self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})

@@ -9,6 +9,8 @@ from torch._dynamo.test_case import TestCase
 import form  # noqa: F401
 from stand_ins import relaunch_driver
 from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.launch.executable import make_blocks
+from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
 class Tagged(torch.Tensor):
@@ -41,29 +43,23 @@ class TestPointers(TestCase):
         super().setUp()
         self.native = relaunch_driver.module()
 
-    def both(self):
-        return self.native.addresses, lambda given: executable.addresses(given, range(len(given)))
-
     def test_fields_lie_where_they_are_looked_for(self):
         self.assertTrue(executable.teach(self.native))
 
     def test_any_tensor(self):
         given = tensors()
         expected = tuple(t.data_ptr() for t in given)
-        for addresses in self.both():
-            self.assertEqual(addresses(given), expected)
-        self.assertTrue(executable.same(given, list(expected), range(len(given))))
+        self.assertEqual(self.native.addresses(given), expected)
 
     def test_memory_that_is_shared_until_it_is_written(self):
-        for addresses in self.both():
-            base = torch.randn(4)
-            shared, clone = base.data_ptr(), torch._lazy_clone(base)
-            view = clone[1:]
-            (own, base_at, after) = addresses([clone, base, view])
-            self.assertEqual((base_at, after), (shared, own + 4))
-            self.assertNotEqual(own, shared)
-            self.assertFalse(torch._C._is_cow_tensor(clone) or torch._C._is_cow_tensor(base))
-            self.assertEqual(clone, base)
+        base = torch.randn(4)
+        shared, clone = base.data_ptr(), torch._lazy_clone(base)
+        view = clone[1:]
+        (own, base_at, after) = self.native.addresses([clone, base, view])
+        self.assertEqual((base_at, after), (shared, own + 4))
+        self.assertNotEqual(own, shared)
+        self.assertFalse(torch._C._is_cow_tensor(clone) or torch._C._is_cow_tensor(base))
+        self.assertEqual(clone, base)
 
     def test_other_tensors_are_not_asked(self):
         asked = []
@@ -82,21 +78,15 @@ class TestPointers(TestCase):
         self.native.addresses([torch.empty(0).as_subclass(Asked)])
         self.assertEqual(len(asked), 2)
 
-    def test_indices_choose(self):
-        a, b = torch.randn(3), torch.randn(3)
-        self.assertTrue(executable.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
-        self.assertFalse(executable.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
-        self.assertEqual(executable.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
-
     def test_aligned(self):
         base = torch.empty(64, dtype=torch.uint8)
         first = -base.data_ptr() % 16
         given = [base[first + k :] for k in (0, 8, 4)] + [torch.ones(2).as_subclass(Tagged)]
         cases = [((0, 1), (15, 7), True), ((0, 1), (15, 15), False), ((2,), (3,), True), ((2, 0), (7, 0), False)]
         cases += [((), (), True), ((3, 0), (3, 15), True)]
-        for aligned in (self.native_aligned(), executable.aligned):
-            for positions, masks, expected in cases:
-                self.assertIs(aligned(given, positions, masks), expected)
+        aligned = self.native_aligned()
+        for positions, masks, expected in cases:
+            self.assertIs(aligned(given, positions, masks), expected)
 
     def test_aligned_with_positions_that_are_not_there(self):
         aligned = self.native_aligned()
@@ -110,31 +100,24 @@ class TestPointers(TestCase):
 
     def native_aligned(self):
         """By a call that is never made."""
-        names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
-        nothing = dict.fromkeys([*names.split(), "slab", "scratch"])
-        lists = dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        raw = (None, None, 0, (0, 0, 0))
-        call = self.native.Exec(0, (), (), 0).call(
-            **nothing, **lists, numbers=((),) * 4, direct=False, raw=raw, index=0
-        )
-        return call.aligned
+        return relaunch_driver.call_of(make_blocks(self.native, 0, Template(0, (), ()))).aligned
 
     def test_what_is_exchanged_under_the_same_object_is_seen(self):
-        for addresses in self.both():
-            p, other = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))
-            base = torch.randn(8)
-            seen = [addresses([p])]
-            p.data = base
-            self.assertEqual(addresses([p]), (base.data_ptr(),))
-            p.data = base[3:]
-            self.assertEqual(addresses([p]), (base.data_ptr() + 12,))
-            torch.utils.swap_tensors(p, other)
-            self.assertEqual(addresses([p, other])[1], base.data_ptr() + 12)
-            seen.append(addresses([p]))
-            p.untyped_storage().resize_(1 << 20)
-            seen.append(addresses([p]))
-            self.assertEqual(len(set(seen)), 3)
-            self.assertEqual(seen[-1], (p.data_ptr(),))
+        addresses = self.native.addresses
+        p, other = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))
+        base = torch.randn(8)
+        seen = [addresses([p])]
+        p.data = base
+        self.assertEqual(addresses([p]), (base.data_ptr(),))
+        p.data = base[3:]
+        self.assertEqual(addresses([p]), (base.data_ptr() + 12,))
+        torch.utils.swap_tensors(p, other)
+        self.assertEqual(addresses([p, other])[1], base.data_ptr() + 12)
+        seen.append(addresses([p]))
+        p.untyped_storage().resize_(1 << 20)
+        seen.append(addresses([p]))
+        self.assertEqual(len(set(seen)), 3)
+        self.assertEqual(seen[-1], (p.data_ptr(),))
 
     def test_other_layout_of_fields_is_noticed(self):
         wrong = [t.data_ptr() + 8 for t in executable.probes()]

@@ -12,7 +12,7 @@ from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
-from stand_ins.relaunch_case import Native, region
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay._inductor.relaunch.capture import capture, library_calls, make_graph
 from torch_overlay._inductor.relaunch.capture.library_calls import Differs
 from torch_overlay._inductor.relaunch.capture.repeated_calls import with_repeats
@@ -55,7 +55,7 @@ def expected(x, weights):
     return a, a.t() @ x, torch.cat(made[:2])
 
 
-class RepeatedCallsTestCase(Native):
+class RepeatedCallsTestCase(RelaunchTestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(sizes, "OWN", 1))

@@ -11,7 +11,7 @@ import torch
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import Native, region
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay._inductor.relaunch import runners
 from torch_overlay._inductor.relaunch.launch import executable
 
@@ -45,7 +45,7 @@ class Memory:
         self.held.pop(address).fill_(0xFF)
 
 
-class TestFunctionsOfTorch(Native):
+class TestFunctionsOfTorch(RelaunchTestCase):
     """The stream is asked for, and memory is allocated, in C."""
 
     def setUp(self):

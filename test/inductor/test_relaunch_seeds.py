@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import Native, region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from stand_ins.relaunch_device import is_region
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, causes
@@ -188,10 +188,6 @@ class TestSeedsOfARegion(RelaunchTestCase):
             self.assertEqual((out, seed), (x * 2, torch.tensor(3)))
             del out, seed
         self.assertEqual(self.counted("relaunches"), 3)
-
-
-class TestSeedsOfARegionInC(Native, TestSeedsOfARegion):
-    pass
 
 
 class TestReturnedSeeds(TestCase):

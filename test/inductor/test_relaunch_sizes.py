@@ -10,11 +10,11 @@ import torch
 
 import form  # noqa: F401
 from stand_ins import relaunch_device, relaunch_driver
-from stand_ins.relaunch_case import Native, region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import region_graphs, runners
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
+from torch_overlay._inductor.relaunch.launch.staged import launches_of
 from torch_overlay._inductor.relaunch.proof.functions import Functions
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -278,8 +278,6 @@ class TestSizes(SizesTestCase):
         for n in (3, 3, 4, 4, 5, 5):
             self.call(run, n)
 
-
-class TestSizesInC(Native, TestSizes):
     def test_a_size_that_is_dropped_leaves_nothing_behind(self):
         run = self.sized()
         for n in (3, 3, 4, 4, 5, 5):
@@ -290,7 +288,7 @@ class TestSizesInC(Native, TestSizes):
             self.call(run, n)
 
     def test_shared_arguments(self):
-        module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())
+        module, node = self.device.module, (0, 0x1000, 0, "a node", bytes(72), ())
         shared = module.Shared(2)
         module.Blocks(0, (node,), (), 0, (), (shared, (1,)))
         for given, kind in (
@@ -305,7 +303,7 @@ class TestSizesInC(Native, TestSizes):
             module.Shared(1, None, True, 0)
 
 
-class TestSizesInTurn(Native, SizesTestCase):
+class TestSizesInTurn(SizesTestCase):
     def test_no_node_is_set(self):
         run = self.sized()
         for n in (3, 3, 4, 4, 5, 5, 4, 5, 4, 5):
@@ -353,7 +351,7 @@ class TestSizesInTurn(Native, SizesTestCase):
         for verify in (False, True):
             run = self.sized(verify=verify)
             self.call_with_clusters(lambda n, run=run: self.call(run, n), range(3, 9))
-            kept = [stages_of(state.relaunch)[0].template for state in run.states.values()]
+            kept = [state.relaunch.stages[0].template for state in run.states.values()]
             self.assertEqual([(bool(t.nodes), bool(t.slots)) for t in kept], [(verify, verify)] * 6)
             self.assertEqual([graph.nodes for graph in run.graphs()], [3] * 6)
 
@@ -410,7 +408,7 @@ class TestSizesInTurn(Native, SizesTestCase):
         self.backward(612, 1012, 712, 1012, 1012, 1012, run=run)
 
 
-class TestSizesInCByTheExecutable(Native, TestSizes):
+class TestSizesByTheExecutable(TestSizes):
     """Where kernels can't be launched one by one, since some may run side by side."""
 
     def setUp(self):

@@ -8,7 +8,7 @@ from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
-from stand_ins.relaunch_device import fake_device, native_module
+from stand_ins.relaunch_device import fake_device
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, runner, runners
 from torch_overlay._inductor.relaunch.capture import make_graph
@@ -40,15 +40,11 @@ def host(value, dtype=torch.float64):
 
 
 class RelaunchTestCase(TestCase):
-    def native_module(self):
-        """The C module that patches and launches; None: it is done in Python."""
-        return None
-
     def setUp(self):
         super().setUp()
         counters.clear()
         causes._refused.clear()
-        self.device = self.enterContext(fake_device(self.native_module()))
+        self.device = self.enterContext(fake_device())
 
     def tearDown(self):
         runners.forget_all()  # what an exception still holds is not the next test's
@@ -113,10 +109,3 @@ class GpuTestCase(TestCase):
         gc.collect()
         self.assertEqual(runners.counts(), dict.fromkeys(runners.counts(), 0))
         super().tearDown()
-
-
-class Native(RelaunchTestCase):
-    """The same by the C module, whose driver delivers the addresses to the fake device."""
-
-    def native_module(self):
-        return native_module()

@@ -35,7 +35,7 @@ from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocatio
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import ByNode, emptied
+from torch_overlay._inductor.relaunch.launch.executable import ByNode, emptied, make_blocks
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -352,95 +352,53 @@ class Recording:
 
 
 class Launcher:
-    """Runs the operations that the nodes of a template say, at the addresses that they hold."""
-
-    def __init__(self, device: FakeDevice, template: Any, varies: Any = None) -> None:
-        self.device, self.template = device, template
-        self.order = [node.index for node in template.nodes]
-        self.nodes_of = [node for node in template.nodes if isinstance(node, KernelNode)]
-        self.words = [[int.from_bytes(value, "little") for _, value in node.parameters] for node in self.nodes_of]
-        self.place = {node.index: i for i, node in enumerate(self.nodes_of)}
-        self.shared = None if varies is None else object()
-        self.bases: dict[int, int] = {}
-        self.calls: list[list[int]] = []  # regions that each patch gave
-
-    def forget(self) -> None:
-        pass  # patch() reads the template
-
-    def with_template(self, template: Any) -> Launcher:
-        made = Launcher(self.device, self.in_order(template))
-        made.shared = self.shared
-        return made
-
-    def in_order(self, template: Any) -> Any:
-        """The nodes of another template, in the order of this one."""
-        nodes = {node.index: node for node in template.nodes}
-        return dataclasses.replace(template, nodes=tuple(nodes[index] for index in self.order))
-
-    @property
-    def nodes(self) -> int:
-        return len(self.nodes_of)
-
-    def patch(self, bases: Any, regions: Any) -> int:
-        self.calls.append(list(regions))
-        bases = [b.data_ptr() if is_tensor(b) else b for b in bases]
-        assert len(bases) == len(regions)
-        moved = {r for r, b in zip(regions, bases) if self.bases.get(r) != b}
-        self.bases.update(zip(regions, bases))
-        dirty = set()
-        for slot in self.template.slots:
-            if slot.region in moved:
-                self.words[self.place[slot.node]][slot.parameter] = self.bases[slot.region] + slot.delta
-                dirty.add(slot.node)
-        return len(dirty)
-
-    def write(self, values: Any) -> None:
-        for slot, value in zip(self.template.numbers, values, strict=True):
-            self.words[self.place[slot.node]][slot.parameter] = int.from_bytes(value, "little")
-
-    def held(self, i: int) -> tuple[int, tuple[int, ...], list[int]]:
-        """The number of the operation of node i, its grid, and its words."""
-        return self.nodes_of[i].block[1], self.nodes_of[i].grid, self.words[i]
-
-    def replay(self) -> None:
-        for i in range(self.nodes):
-            self.device.execute(*self.held(i))
-
-
-class NativeLauncher(Launcher):
-    """Its nodes are patched by the C module, over the driver of `relaunch_driver`, which delivers them here; and it is
-    launched by that driver. A place for a node has the number of its words, its operation, its grid, and the words."""
+    """Runs the operations that the nodes of a template say, at the addresses that they hold. The driver of
+    `relaunch_driver` delivers them here, and launches it. A place for a node has the number of its words, its
+    operation, its grid, and the words."""
 
     direct = True
+    rebuild = None
     MOST = 64
 
-    def __init__(self, device: FakeDevice, template: Any, varies: Any = None, of: NativeLauncher | None = None) -> None:
-        super().__init__(device, template)
+    def __init__(self, device: FakeDevice, template: Any, varies: Any = None, of: Launcher | None = None) -> None:
+        self.device, self.template = device, template
+        self.order = [node.index for node in template.nodes]
+        kernels = [node for node in template.nodes if isinstance(node, KernelNode)]
+        self.nodes, self.slots = len(kernels), len(template.slots)
         if of is None:
             self.places = [
-                (ctypes.c_uint64 * (5 + self.MOST))(len(words), node.block[1], *node.grid, *words)
-                for node, words in zip(self.nodes_of, self.words)
+                (ctypes.c_uint64 * (5 + self.MOST))(
+                    len(node.parameters),
+                    node.block[1],
+                    *node.grid,
+                    *(int.from_bytes(value, "little") for _, value in node.parameters),
+                )
+                for node in kernels
             ]
             me = weakref.ref(self)
             self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
-            self.shared = None if varies is None else self._shared(varies)
+            self.shared = None if varies is None else self._shared(kernels, varies)
         else:
             self.of, self.places, self.run, self.shared = of, of.places, of.run, of.shared
-        nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(self.nodes_of, self.places)]
+        nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(kernels, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        parts = nodes, template.slots, template.regions, template.numbers, self.shared
-        self.exec = device.native.Exec(handle, *parts)
+        given = dataclasses.replace(template, nodes=tuple(nodes))
+        self.exec = make_blocks(device.module, handle, given, self.shared)
 
-    def _shared(self, graph: Any) -> Any:
+    def _shared(self, kernels: Any, graph: Any) -> Any:
+        own = {node.index for node in kernels}
         order = only_order(len(graph.nodes), self.device.edges)
-        launches = None if order is None else tuple((i, b"") for i in order if i in self.place)
-        return self.device.native.Shared(1 + max(self.place, default=-1), launches)
+        launches = None if order is None else tuple((i, b"") for i in order if i in own)
+        return self.device.module.Shared(1 + max(own, default=-1), launches)
 
     def forget(self) -> None:
         self.template = emptied(self.template)
 
-    def with_template(self, template: Any) -> NativeLauncher:
-        return NativeLauncher(self.device, self.in_order(template), of=self)
+    def with_template(self, template: Any) -> Launcher:
+        """A launcher of the same executable; the nodes of the other template come in the order of this one's."""
+        nodes = {node.index: node for node in template.nodes}
+        ordered = dataclasses.replace(template, nodes=tuple(nodes[index] for index in self.order))
+        return Launcher(self.device, ordered, of=self)
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -448,8 +406,13 @@ class NativeLauncher(Launcher):
         return 0
 
     def held(self, i: int) -> tuple[int, tuple[int, ...], list[int]]:
+        """The number of the operation of node i, its grid, and its words."""
         place = self.places[i]
         return place[1], tuple(place[2:5]), list(place[5 : 5 + place[0]])
+
+    def replay(self) -> None:
+        for i in range(self.nodes):
+            self.device.execute(*self.held(i))
 
 
 class Generator:
@@ -465,8 +428,10 @@ class Generator:
 class FakeDevice:
     index = 0
 
-    def __init__(self, native: Any = None) -> None:
-        self.native = native  # the C module, if launchers are to use it
+    def __init__(self) -> None:
+        relaunch_driver.driver().library.stub_reset()
+        relaunch_driver.driver().library.stub_deliver()
+        self.module = relaunch_driver.module()
         self.thread = threading.local()  # .recording
         self.open = 0  # recordings
         self.fail_captures = 0
@@ -487,11 +452,10 @@ class FakeDevice:
         self.concurrent = self.cuts = True  # may nodes run side by side, and can a graph be cut into stages?
         self.relaxed = 0  # graphs in which something runs side by side
         self.lists_backwards = False  # as the driver may list nodes in another order than that of their launch
-        if native is not None:
-            me = weakref.ref(self)
-            kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
-            self.run = kind(lambda shape, arguments: me()._run(shape, arguments))  # type: ignore[union-attr]
-            relaunch_driver.driver().library.stub_run(self.run)
+        me = weakref.ref(self)
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
+        self.run = kind(lambda shape, arguments: me()._run(shape, arguments))  # type: ignore[union-attr]
+        relaunch_driver.driver().library.stub_run(self.run)
 
     def _run(self, shape: Any, arguments: Any) -> int:
         """Run the kernel of a node. Its block says how many words it has, and which operation it is."""
@@ -619,32 +583,24 @@ class FakeDevice:
         return arrangement, made
 
     def order_of(self, captured: Any, graph: Any) -> Any:
-        return only_order(len(graph.nodes), graph.edges) if self.native else None
+        return only_order(len(graph.nodes), graph.edges)
 
     def by_node(self, template: Any, order: Any) -> ByNode:
-        with mock.patch.object(executable, "implementation", lambda: self.native):
+        with mock.patch.object(executable, "implementation", lambda: self.module):
             return ByNode(template, order)
 
     def launcher(self, template: Any, varies: Any) -> Launcher:
-        return (NativeLauncher if self.native else Launcher)(self, template, varies)
+        return Launcher(self, template, varies)
 
 
 @contextlib.contextmanager
-def fake_device(module: Any = None) -> Iterator[FakeDevice]:
-    """A device on which runners relaunch, by the C module if there is one."""
+def fake_device() -> Iterator[FakeDevice]:
+    """A device on which runners relaunch, by the C module."""
     with contextlib.ExitStack() as stack:
-        if module is not None:
-            stack.enter_context(mock.patch.object(executable, "launching", module.launching))
+        stack.enter_context(mock.patch.object(executable, "launching", relaunch_driver.module().launching))
         stack.enter_context(mock.patch.object(capture, "is_region", is_region))
         stack.enter_context(mock.patch.object(compiled_region, "FULL", 64))  # host memory is aligned to 64 bytes
-        yield FakeDevice(module)
-
-
-def native_module() -> Any:
-    """The C module, over the driver that delivers addresses to the fake device."""
-    relaunch_driver.driver().library.stub_reset()
-    relaunch_driver.driver().library.stub_deliver()
-    return relaunch_driver.module()
+        yield FakeDevice()
 
 
 def describe(part: Any) -> Any:

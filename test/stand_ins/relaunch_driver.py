@@ -5,13 +5,12 @@ The driver is a few hundred lines of C: memory as in `memory_driver`, and the pa
 
 import ctypes
 import functools
-import tempfile
 from typing import Any
 
 from stand_ins import c_module, memory_driver
 from stand_ins.memory_driver import Driver
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
+from torch_overlay._inductor.relaunch.proof.nodes import KernelNode, Template
 
 
 DRIVER = (
@@ -19,14 +18,14 @@ DRIVER = (
     + r"""
 static int delivering;
 static int (*run_kernel)(const unsigned *, void **);
-static void *captured_stream, *broken_stream;
+static void *captured_stream, *broken_stream, *can_copy;
 static const void *tight;
 static unsigned tight_limit;
 
 void stub_reset(void) {
     memory_reset();
     delivering = 0;
-    captured_stream = broken_stream = NULL;
+    captured_stream = broken_stream = can_copy = NULL;
     tight = NULL;
 }
 /* How much shared memory one function may have; it is set for that one alone. */
@@ -127,13 +126,24 @@ int cuGraphExecMemsetNodeSetParams(void *exec, void *node, const unsigned char *
         say("fill %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
     DONE
 }
+/* The copies of executables below this one can't be set. */
+void stub_refuse(void *exec) { can_copy = exec; }
 int cuGraphExecMemcpyNodeSetParams(void *exec, void *node, const unsigned char *params, void *context) {
     char hex[500];
     int code;
     bytes_of(hex, params, 200);
     pthread_mutex_lock(&lock);
-    if (!(code = fails("cuGraphExecMemcpyNodeSetParams")))
-        say("copy %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
+    code = fails("cuGraphExecMemcpyNodeSetParams");
+    if (exec < can_copy) code = 1;
+    if (!code) say("copy %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
+    DONE
+}
+int cuGraphMemcpyNodeSetParams(void *node, const unsigned char *params) {
+    char hex[500];
+    int code;
+    bytes_of(hex, params, 200);
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphMemcpyNodeSetParams"))) say("in_graph %#lx %s", (long)node, hex);
     DONE
 }
 """
@@ -141,14 +151,8 @@ int cuGraphExecMemcpyNodeSetParams(void *exec, void *node, const unsigned char *
 
 
 @functools.cache
-def folder() -> tempfile.TemporaryDirectory[str]:
-    """Where things are built; it goes with the process."""
-    return tempfile.TemporaryDirectory()
-
-
-@functools.cache
 def _built() -> tuple[Any, ctypes.CDLL]:
-    return c_module.build_module(DRIVER, folder().name)
+    return c_module.build_module(DRIVER)
 
 
 @functools.cache
@@ -159,9 +163,11 @@ def driver() -> Driver:
 @functools.cache
 def module() -> Any:
     """The C module, over this driver."""
-    return executable.complete(_built()[0].relaunch)
+    executable.teach(_built()[0].relaunch)
+    return _built()[0].relaunch
 
 
+EXECUTABLE = 0xE0
 FUNCTIONS: dict[tuple[int, ...], ctypes.Array] = {}
 
 
@@ -194,3 +200,39 @@ def kernel(index: int, *values: bytes, **changes: object) -> KernelNode:
 
 def word(value: int) -> bytes:
     return value.to_bytes(8, "little")
+
+
+def call_of(blocks: Any, **arguments: Any) -> Any:
+    """A call of these blocks, with nothing where the arguments say nothing. The executable is not launched."""
+    given: dict[str, Any] = dict.fromkeys(
+        ("empty", "reinterpret", "current", "stream_of", "is_capturing", "misaligned")
+    )
+    given |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
+    given |= {"slab": None, "scratch": None, "numbers": ((),) * 4, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
+    given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y", "outputs": lambda *made: ()}
+    return blocks.call(**given | {"replay": lambda: None, "direct": False} | arguments)
+
+
+class At:
+    """An input at this address."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Patched:
+    """An executable whose regions are the inputs of a call. `patch` launches it at other addresses, and returns how
+    many nodes were set."""
+
+    def __init__(self, nodes: Any, slots: Any, regions: int, shared: Any = None, rebuild: Any = None) -> None:
+        template = Template(regions, tuple(nodes), tuple(slots))
+        blocks = executable.make_blocks(module(), EXECUTABLE, template, shared, rebuild)
+        self.call = call_of(blocks, positions=tuple(range(regions)), masks=(0,) * regions)
+
+    def patch(self, inputs: Any) -> int:
+        before = self.call.patched
+        self.call.launch([At(each) if isinstance(each, int) else each for each in inputs])
+        return self.call.patched - before

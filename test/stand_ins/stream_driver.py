@@ -1,6 +1,6 @@
 """A driver in C that notes its calls on events and streams.
 
-    module, library = c_module.build_module(DRIVER, folder)
+    module, library = c_module.build_module(DRIVER)
 
 The tests of events and of regions share it.
 """

@@ -110,7 +110,7 @@ def relaunch() -> Callable[[], Any]:
     from torch_overlay._inductor.relaunch.runner import Runner
 
     _fill_low_addresses()
-    device = _process.enter_context(relaunch_device.fake_device(relaunch_device.native_module()))
+    device = _process.enter_context(relaunch_device.fake_device())
     allocate = [device.empty]
     device.empty = lambda *args: allocate[0](*args)  # pyrefly: ignore[bad-assignment]
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}

@@ -43,7 +43,6 @@ static void call_dealloc(Call *self) {
     layout_clear(&self->layout);
     program_clear(&self->numbers);
     PyMem_Free(self->input);
-    if (self->lock) PyThread_free_lock(self->lock);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -86,6 +85,20 @@ static int read_numbers(Call *self, PyObject *numbers) {
     }
     self->least = program->least;
     self->layout.is_sized = self->outputs.is_sized = (size_t)program->results > self->blocks->words;
+    return 0;
+}
+
+/* Each region that a node points into needs memory. */
+static int check_regions(const Call *self) {
+    const Layout *layout = &self->layout;
+    size_t slab = slab_region(layout), regions = layout_regions(layout);
+    for (size_t r = 0; r < self->blocks->regions; r++) {
+        int is_pointed = self->blocks->first[r] < self->blocks->first[r + 1];
+        int has_none = (r == slab && layout->slab == Py_None) || (r == slab + 1 && layout->scratch == Py_None);
+        if (r < regions && !(is_pointed && has_none)) continue;
+        PyErr_Format(PyExc_ValueError, "region %zu has no memory", r);
+        return -1;
+    }
     return 0;
 }
 
@@ -133,12 +146,9 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     if (PyErr_Occurred() || read_numbers(self, numbers) || read_inputs(self, positions, masks)
         || layout_init(layout, order, derived, self->numbers.results)
         || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None,
-                        self->numbers.results, &self->least))
+                        self->numbers.results, &self->least)
+        || check_regions(self))
         goto failed;
-    if (!(self->lock = PyThread_allocate_lock())) {
-        PyErr_NoMemory();
-        goto failed;
-    }
     return (PyObject *)self;
 failed:
     Py_DECREF(self);

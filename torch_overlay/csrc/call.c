@@ -59,45 +59,18 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     return !bad;
 }
 
-/* Writes the addresses and values into the blocks. Returns how many nodes are on the list `dirty`, or -1. */
-static Py_ssize_t write_blocks(Call *self, const uint64_t *base, const uint64_t *values) {
-    Blocks *blocks = self->blocks;
-    size_t slab = slab_region(&self->layout), regions = layout_regions(&self->layout);
-    Py_ssize_t count;
-    memcpy(blocks->value, values, blocks->words * sizeof *values);
-    if (self->bound && !blocks->stale) return (Py_ssize_t)write_moved(blocks, base, regions);
-    memcpy(blocks->fresh, blocks->base, blocks->regions * sizeof *blocks->fresh);
-    memcpy(blocks->given, blocks->known, blocks->regions);
-    for (size_t r = 0; r < regions && r < blocks->regions; r++) {
-        if (r == slab && self->layout.slab == Py_None) continue;
-        if (r == slab + 1 && self->layout.scratch == Py_None) continue;
-        blocks->fresh[r] = base[r];
-        blocks->given[r] = 1;
-    }
-    count = write_given(blocks);
-    self->bound = count >= 0 && regions == blocks->regions;
-    return count;
-}
-
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
     Blocks *blocks = self->blocks;
-    Py_ssize_t count;
-    int code = -1;
-    PyThread_type_lock lock = blocks->shared ? blocks->shared->lock : self->lock;
+    PyThread_type_lock lock = blocks->shared ? blocks->shared->lock : blocks->lock;
+    int code;
     if (!PyThread_acquire_lock(lock, NOWAIT_LOCK)) {
         Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(lock, WAIT_LOCK);
         Py_END_ALLOW_THREADS
     }
     launching = 1;
-    if (blocks->busy)
-        PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
-    else {
-        blocks->busy = 1;
-        if ((count = write_blocks(self, base, values)) >= 0)
-            code = launch_nodes(blocks, (size_t)count, stream, self->direct ? NULL : self->replay, &self->counts);
-        blocks->busy = 0;
-        if (!code) self->counts.launches++;
-    }
+    memcpy(blocks->value, values, blocks->words * sizeof *values);
+    code = launch_nodes(blocks, write_bases(blocks, base), stream, self->direct ? NULL : self->replay, &self->counts);
+    if (!code) self->counts.launches++;
     launching = 0;
     PyThread_release_lock(lock);
     return code;

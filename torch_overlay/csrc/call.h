@@ -26,9 +26,7 @@ typedef struct {
     int direct;
     long device;
     PyObject *current, *index, *stream_of, *is_capturing, *misaligned;
-    PyThread_type_lock lock; /* patching and launching are one step */
     Launched counts;
-    int bound; /* a call has given every region of the blocks a base */
 } Call;
 
 /* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, or an input is

@@ -101,6 +101,7 @@ _Static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h");
     F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
     F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \
     F(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams", (Handle, Handle, const void *, Handle))          \
+    F(GraphMemcpyNodeSetParams, "cuGraphMemcpyNodeSetParams", (Handle, const void *))                                  \
     F(GraphLaunch, "cuGraphLaunch", (Handle, Handle))                                                                  \
     F(LaunchKernelEx, "cuLaunchKernelEx", (const LaunchConfig *, Handle, void **, void **))
 

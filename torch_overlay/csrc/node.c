@@ -23,7 +23,7 @@ int node_read(Node *node, PyObject *item, Py_ssize_t number) {
     count = (size_t)PyTuple_GET_SIZE(arguments);
     at = round_up((size_t)length, 64);
     bytes = round_up(at + count * sizeof(void *), 64);
-    if (node->kind < 0 || node->kind > 2 || (size_t)length < least[node->kind]) {
+    if (node->kind < 0 || node->kind > COPY || (size_t)length < least[node->kind]) {
         PyErr_SetString(PyExc_ValueError, "not a node that can be patched");
         return -1;
     }
@@ -45,7 +45,7 @@ int node_read(Node *node, PyObject *item, Py_ssize_t number) {
         }
         ((void **)(node->block + at))[i] = node->block + offset;
     }
-    if (!node->kind) {
+    if (node->kind == KERNEL) {
         KernelParams *params = (KernelParams *)node->block;
         params->arguments = count ? (void **)(node->block + at) : NULL;
         params->extra = NULL;
@@ -56,9 +56,9 @@ int node_read(Node *node, PyObject *item, Py_ssize_t number) {
 
 int node_is_equal(const Node *a, const Node *b) {
     const KernelParams *p = (KernelParams *)a->block, *q = (KernelParams *)b->block;
-    size_t begin = a->kind ? 0 : sizeof(KernelParams);
+    size_t begin = a->kind == KERNEL ? sizeof(KernelParams) : 0;
     if (a->kind != b->kind || a->size != b->size) return 0;
-    if (!a->kind /* the array of arguments differs */
+    if (a->kind == KERNEL /* the array of arguments differs */
         && (memcmp(p, q, offsetof(KernelParams, arguments)) || p->kern != q->kern || p->ctx != q->ctx))
         return 0;
     return !memcmp(a->block + begin, b->block + begin, a->size - begin);
@@ -67,10 +67,10 @@ int node_is_equal(const Node *a, const Node *b) {
 int node_set(const Node *node, Handle exec) {
     const char *what;
     int code;
-    if (!node->kind) {
+    if (node->kind == KERNEL) {
         what = "cuGraphExecKernelNodeSetParams";
         code = cu.GraphExecKernelNodeSetParams(exec, node->handle, node->block);
-    } else if (node->kind == 1) {
+    } else if (node->kind == FILL) {
         what = "cuGraphExecMemsetNodeSetParams";
         code = cu.GraphExecMemsetNodeSetParams(exec, node->handle, node->block, node->context);
     } else {
@@ -79,5 +79,12 @@ int node_set(const Node *node, Handle exec) {
     }
     if (!code) return 0;
     driver_error_at(code, what, node->label);
+    return -1;
+}
+
+int node_set_in_graph(const Node *node) {
+    int code = cu.GraphMemcpyNodeSetParams(node->handle, node->block);
+    if (!code) return 0;
+    driver_error_at(code, "cuGraphMemcpyNodeSetParams", node->label);
     return -1;
 }

@@ -10,8 +10,10 @@ typedef struct {
     unsigned char *block;
     size_t size; /* of the block, without the array that points into it */
     char *label;
-    int kind; /* 0: kernel, 1: memset, 2: memcpy */
+    int kind; /* KERNEL, FILL or COPY */
 } Node;
+
+enum { KERNEL, FILL, COPY };
 
 /* Reads (kind, handle, context, label, block, offsets of the arguments in the block), node `number` of a list, into a
    node of zeros. Returns 0, or -1 with a Python error; the node is to be cleared either way. */
@@ -21,3 +23,5 @@ void node_clear(Node *node);
 int node_is_equal(const Node *a, const Node *b);
 /* Sets the node in the executable. Returns 0, or -1 with an error that names it. */
 int node_set(const Node *node, Handle exec);
+/* Sets a memcpy node in the graph that it was captured into. Returns as `node_set`. */
+int node_set_in_graph(const Node *node);

@@ -1,8 +1,9 @@
 /* Executables whose nodes are patched.
 
-   `Blocks(exec, nodes, slots, regions, words, shared)` owns a block of parameters for each node that holds a pointer.
-   `patch(bases)` writes the pointer slots of the regions whose base changed, and passes the blocks of their nodes to
-   the driver. It allocates nothing; it costs one comparison a region, and otherwise grows only with what moved. */
+   `Blocks(exec, nodes, slots, regions, words, shared, rebuild, by_graph)` owns a block of parameters for each node that
+   holds a pointer. A launch writes the pointer slots of the regions whose base changed, and passes the blocks of their
+   nodes to the driver. It allocates nothing; it costs one comparison a region, and otherwise grows only with what
+   moved. */
 
 #include "data_ptr.h"
 #include "module.h"
@@ -20,6 +21,7 @@ static void blocks_dealloc(Blocks *self) {
     if (self->shared && self->shared->last == self) self->shared->last = NULL;
     if (self->shared && self->shared->recent == self) self->shared->recent = NULL;
     Py_XDECREF((PyObject *)self->shared);
+    Py_XDECREF(self->rebuild);
     PyMem_Free(self->number);
     for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
     PyMem_Free(self->node);
@@ -27,12 +29,10 @@ static void blocks_dealloc(Blocks *self) {
     PyMem_Free(self->first);
     PyMem_Free(self->dirty);
     PyMem_Free(self->base);
-    PyMem_Free(self->fresh);
-    PyMem_Free(self->known);
-    PyMem_Free(self->given);
     PyMem_Free(self->turn_of);
     PyMem_Free(self->word);
     PyMem_Free(self->value);
+    if (self->lock) PyThread_free_lock(self->lock);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -115,10 +115,11 @@ static int read_shared(Blocks *self, PyObject *given) {
 static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long exec;
     Py_ssize_t regions;
-    PyObject *nodes, *slots, *words = NULL, *shared = Py_None;
+    PyObject *nodes, *slots, *words = NULL, *shared = Py_None, *rebuild = Py_None;
+    int by_graph = 0;
     Blocks *self;
-    if (!PyArg_ParseTuple(args, "KO!O!n|O!O", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
-                          &PyTuple_Type, &words, &shared))
+    if (!PyArg_ParseTuple(args, "KO!O!n|O!OOp", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
+                          &PyTuple_Type, &words, &shared, &rebuild, &by_graph))
         return NULL;
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
@@ -129,16 +130,17 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->regions = (size_t)regions;
     self->words = words ? (size_t)PyTuple_GET_SIZE(words) : 0;
     self->stale = 1;
+    self->rebuild = rebuild == Py_None ? NULL : Py_NewRef(rebuild);
+    self->by_graph = self->rebuild && by_graph;
     if (!(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
         || !(self->slot = PyMem_Calloc(self->slots + 1, sizeof *self->slot))
         || !(self->first = PyMem_Calloc(self->regions + 1, sizeof *self->first))
         || !(self->dirty = PyMem_Calloc(self->nodes + 1, sizeof *self->dirty))
         || !(self->turn_of = PyMem_Calloc(self->nodes + 1, sizeof *self->turn_of))
         || !(self->base = PyMem_Calloc(self->regions + 1, sizeof *self->base))
-        || !(self->fresh = PyMem_Calloc(self->regions + 1, sizeof *self->fresh))
         || !(self->word = PyMem_Calloc(self->words + 1, sizeof *self->word))
         || !(self->value = PyMem_Calloc(self->words + 1, sizeof *self->value))
-        || !(self->known = PyMem_Calloc(self->regions + 1, 1)) || !(self->given = PyMem_Calloc(self->regions + 1, 1))) {
+        || !(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -151,48 +153,6 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 failed:
     Py_DECREF(self);
     return NULL;
-}
-
-/* Reads a base. An integer is an address; anything else is a tensor. */
-static int base_of(PyObject *item, uint64_t *result) {
-    if (!PyLong_Check(item)) return address_of(item, result);
-    *result = PyLong_AsUnsignedLongLong(item);
-    return *result == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
-}
-
-/* Reads the bases into `fresh` and `given`: `base` and `known` don't change until all have been read. */
-static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(bases);
-    memcpy(self->fresh, self->base, self->regions * sizeof *self->fresh);
-    memcpy(self->given, self->known, self->regions);
-    if (regions ? PySequence_Fast_GET_SIZE(regions) != count : (size_t)count != self->regions) {
-        PyErr_Format(PyExc_ValueError, "patch() got %zd bases for %zd regions", count,
-                     regions ? PySequence_Fast_GET_SIZE(regions) : (Py_ssize_t)self->regions);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Py_ssize_t region = i;
-        PyObject *item;
-        int code = 0;
-        if (i >= PySequence_Fast_GET_SIZE(bases) || (regions && i >= PySequence_Fast_GET_SIZE(regions))) {
-            PyErr_SetString(PyExc_RuntimeError, "the list of bases changed while it was read");
-            return -1;
-        }
-        if (regions && (region = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(regions, i))) == -1 && PyErr_Occurred())
-            return -1;
-        if (region < 0 || (size_t)region >= self->regions) {
-            PyErr_Format(PyExc_ValueError, "there is no region %zd", region);
-            return -1;
-        }
-        item = PySequence_Fast_GET_ITEM(bases, i);
-        if (item == Py_None) continue;
-        Py_INCREF(item);
-        code = base_of(item, &self->fresh[region]);
-        Py_DECREF(item);
-        if (code) return -1;
-        self->given[region] = 1;
-    }
-    return 0;
 }
 
 static size_t list_node(Blocks *self, size_t node, size_t count) {
@@ -241,12 +201,46 @@ void leave_listed(Blocks *self, size_t count) {
     if (self->shared && count) self->shared->last = NULL;
 }
 
+/* Sets the copies in the graph, has `rebuild(error)` make an executable of it, and sets the other nodes in that. The
+   error is that of the driver that refused to set a copy, or None. Returns the number of nodes, or -1. */
+static Py_ssize_t set_by_graph(Blocks *self) {
+    PyObject *type, *error, *traceback, *exec = NULL;
+    size_t i;
+    PyErr_Fetch(&type, &error, &traceback);
+    for (i = 0; i < self->nodes; i++)
+        if (self->node[i].kind == COPY && node_set_in_graph(&self->node[i])) break;
+    if (i == self->nodes) exec = PyObject_CallOneArg(self->rebuild, error ? error : Py_None);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    if (!exec) return -1;
+    self->exec = PyLong_AsVoidPtr(exec);
+    Py_DECREF(exec);
+    if (PyErr_Occurred()) return -1;
+    for (i = 0; i < self->nodes; i++)
+        if (self->node[i].kind != COPY && node_set(&self->node[i], self->exec)) return -1;
+    self->stale = 0;
+    return (Py_ssize_t)self->nodes;
+}
+
+/* Returns 1 if the list has a copy that has to be set in the graph. */
+static int lists_copy(const Blocks *self, size_t count) {
+    while (self->by_graph && count--)
+        if (self->node[self->dirty[count]].kind == COPY) return 1;
+    return 0;
+}
+
 Py_ssize_t set_listed(Blocks *self, size_t count) {
     leave_listed(self, count); /* until they are set */
     self->stale = 1;
+    if (lists_copy(self, count)) return set_by_graph(self);
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
-        if (node_set(node, self->exec)) return -1;
+        if (node_set(node, self->exec)) {
+            if (node->kind != COPY || !self->rebuild) return -1;
+            self->by_graph = 1;
+            return set_by_graph(self);
+        }
         if (self->shared) self->shared->holder[self->number[self->dirty[i]]] = node;
     }
     self->stale = 0;
@@ -254,32 +248,15 @@ Py_ssize_t set_listed(Blocks *self, size_t count) {
     return (Py_ssize_t)count;
 }
 
-size_t write_moved(Blocks *self, const uint64_t *base, size_t regions) {
+size_t write_bases(Blocks *self, const uint64_t *base) {
     size_t count = 0;
     self->turn++;
-    for (size_t r = 0; r < regions; r++) {
-        if (base[r] == self->base[r]) continue;
+    for (size_t r = 0; r < self->regions; r++) {
+        if (base[r] == self->base[r] && !self->stale) continue;
         self->base[r] = base[r];
         count = write_slots(self, r, base[r], count);
     }
     return write_words(self, count);
-}
-
-Py_ssize_t write_given(Blocks *self) {
-    size_t count = 0;
-    for (size_t r = 0; self->stale && r < self->regions; r++)
-        if (!self->given[r] && self->first[r] < self->first[r + 1]) {
-            PyErr_Format(PyExc_ValueError, "region %zu has no base yet", r);
-            return -1;
-        }
-    self->turn++;
-    for (size_t r = 0; r < self->regions; r++) {
-        if (!self->stale && self->fresh[r] == self->base[r] && self->known[r]) continue;
-        count = write_slots(self, r, self->fresh[r], count);
-    }
-    memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
-    memcpy(self->known, self->given, self->regions);
-    return (Py_ssize_t)write_words(self, count);
 }
 
 int get_context(Handle *now) {
@@ -296,46 +273,12 @@ int have_context(Blocks *self, Handle now) {
     return code ? -1 : 0;
 }
 
-static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t count) {
-    PyObject *bases = NULL, *regions = NULL;
-    Py_ssize_t set = -1;
-    Handle now;
-    if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "patch(bases, regions=None)");
-    if (self->busy) return PyErr_Format(PyExc_RuntimeError, "patch() is running already");
-    if (get_context(&now) || have_context(self, now)) return NULL;
-    self->busy = 1;
-    if ((bases = PySequence_Fast(args[0], "patch() wants a sequence of bases"))
-        && (count == 1 || args[1] == Py_None
-            || (regions = PySequence_Fast(args[1], "patch() wants a sequence of regions")))
-        && !read_bases(self, bases, regions) && (set = write_given(self)) >= 0)
-        set = set_listed(self, list_others(self, (size_t)set));
-    Py_XDECREF(bases);
-    Py_XDECREF(regions);
-    self->busy = 0;
-    return set < 0 ? NULL : PyLong_FromSsize_t(set);
-}
-
-static PyObject *blocks_stale(Blocks *self, void *unused) { return PyBool_FromLong(self->stale); }
-
-static PyObject *blocks_nodes(Blocks *self, void *unused) { return PyLong_FromSize_t(self->nodes); }
-
 static PyObject *py_context(PyObject *module, PyObject *unused) {
     Handle context;
     return get_context(&context) ? NULL : PyLong_FromVoidPtr(context);
 }
 
-static PyMethodDef blocks_methods[] = {
-    {"patch", (PyCFunction)(void (*)(void))blocks_patch, METH_FASTCALL,
-     "patch(bases, regions=None): write what moved, and return the number of nodes set"},
-    {NULL}};
-static PyGetSetDef blocks_getset[] = {{"stale", (getter)blocks_stale, NULL, "the next patch() sets every node", NULL},
-                                      {"nodes", (getter)blocks_nodes, NULL, "how many nodes can be patched", NULL},
-                                      {NULL}};
-static PyType_Slot blocks_slots[] = {{Py_tp_new, blocks_new},
-                                     {Py_tp_dealloc, blocks_dealloc},
-                                     {Py_tp_methods, blocks_methods},
-                                     {Py_tp_getset, blocks_getset},
-                                     {0, NULL}};
+static PyType_Slot blocks_slots[] = {{Py_tp_new, blocks_new}, {Py_tp_dealloc, blocks_dealloc}, {0, NULL}};
 static PyType_Spec blocks_spec = {"cuda_driver_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
 
 static PyMethodDef methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};

@@ -21,20 +21,21 @@ typedef struct {
     Shared *shared;  /* or NULL: the executable is the object's own */
     size_t *number;  /* of each node, in `shared` */
     Node *node;
-    Slot *slot;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
-    size_t *first, *dirty;  /* dirty: nodes to set, at most all */
-    uint64_t *base, *fresh; /* of each region: from the last call, and from this call */
-    unsigned char *known, *given;
+    Slot *slot;              /* sorted by region: those of region r are [first[r], first[r + 1]) */
+    size_t *first, *dirty;   /* dirty: nodes to set, at most all */
+    uint64_t *base;          /* of each region, as the blocks have it */
     uint64_t *turn_of, turn; /* turn_of: the last turn that listed the node */
-    int stale, busy;         /* stale: what the executable holds is unknown */
+    int stale;               /* what the executable holds is unknown */
+    PyObject *rebuild;       /* or NULL: Note [The memory that a memcpy node was made for] */
+    int by_graph;            /* copies are set in the graph, and the executable is made anew */
+    PyThread_type_lock lock; /* patching and launching are one step; that of `shared` if there is one */
 } Blocks;
 
 /* Returns a borrowed reference to the type; NULL with a Python error. */
 PyTypeObject *blocks_type(void);
-/* Write what moved into the blocks: for the first `regions` regions, of which none may be stale or unknown, or the
-   bases in `fresh`. Return how many nodes are now on the list `dirty`, or -1. */
-size_t write_moved(Blocks *self, const uint64_t *base, size_t regions);
-Py_ssize_t write_given(Blocks *self);
+/* Writes the bases and `value` into the blocks. Returns how many nodes are now on the list `dirty`: those of what is
+   other than before, and all if the blocks are stale. */
+size_t write_bases(Blocks *self, const uint64_t *base);
 /* Adds the nodes to the list that the executable holds otherwise, and returns its length. */
 size_t list_others(Blocks *self, size_t count);
 /* Sets the nodes on the list. Returns their number, or -1. */

@@ -1,7 +1,6 @@
 """`csrc/events.c`: events of regions, also in captures of other threads."""
 
 import ctypes
-import tempfile
 import unittest
 
 from torch.testing._internal.common_utils import TestCase
@@ -57,8 +56,7 @@ class TestEvents(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, cls.driver = c_module.build_module(DRIVER, folder, borders=PART)
+        module, cls.driver = c_module.build_module(DRIVER, borders=PART)
         cls.driver.noted_calls.restype = ctypes.c_char_p
         cls.make, cls.borders = module.events.Event, module.borders
 

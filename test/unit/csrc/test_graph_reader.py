@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import sys
-import tempfile
 import unittest
 from unittest import mock
 
@@ -134,8 +133,7 @@ class TestNativeRead(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, cls.library = c_module.build_module(DRIVER, folder)
+        module, cls.library = c_module.build_module(DRIVER)
         cls.fast = module.graph
 
     def setUp(self):

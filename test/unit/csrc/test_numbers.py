@@ -3,7 +3,6 @@
 import math
 import random
 import struct
-import tempfile
 import unittest
 
 from torch.testing._internal.common_utils import TestCase
@@ -90,8 +89,7 @@ class TestProgram(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, _ = c_module.build_module("", folder, part=PART)
+        module, _ = c_module.build_module("", part=PART)
         cls.c = module.numbers_test
 
     def run_program(self, expressions, letters, *inputs):

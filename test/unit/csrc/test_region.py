@@ -5,7 +5,6 @@ import functools
 import gc
 import importlib.util
 import sys
-import tempfile
 import types
 import unittest
 import weakref
@@ -43,8 +42,7 @@ class TestRegion(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        module, cls.driver = c_module.build_module(DRIVER, folder)
+        module, cls.driver = c_module.build_module(DRIVER)
         cls.driver.noted_calls.restype = ctypes.c_char_p
         cls.Region = module.events.Region
 

@@ -29,7 +29,7 @@ from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_d
 from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest, capturing, make_graph_for_any_size
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
-from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of, stages_of
+from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
 from torch_overlay._inductor.relaunch.memory.outputs import view_of
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
@@ -85,10 +85,10 @@ class RegionGraphs:
             return False
         finally:
             capturing.release()
-        launchers = [stage.launcher for stage in stages_of(made)]
+        launchers = [stage.launcher for stage in made.stages]
         for launcher in launchers:
-            if (patcher := getattr(launcher, "patcher", None)) is not None:
-                patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
+            if (rebuild := launcher.rebuild) is not None:
+                rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         runners.count_capture(graph_of(made).nodes)
         relaunch = self._finished(made)
         states.set_graph(state, relaunch, launchers[0].shared)
@@ -137,7 +137,7 @@ class RegionGraphs:
     def _finished(self, made: Relaunch | Split) -> Relaunch | Split | Verified:
         """Return what a call launches: named and verified, as the options say."""
         if self.named:
-            stages = stages_of(made)
+            stages = made.stages
             for i, stage in enumerate(stages, start=1):
                 part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
                 nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
@@ -355,8 +355,7 @@ class AnySizeGraph:
         rest = runner.plan, code, runner.states.sizes, numbers
         request = CaptureRequest(region.device, region.model, inputs, alignments, *rest)
         arrangement, (launcher,), sized = make_graph_for_any_size(request, Seen(others, seen.views))
-        static = region.code.static_inputs
-        made = Relaunch(region.device, arrangement.layout, launcher, static, alignments, sized=sized)
+        made = Relaunch(region.device, arrangement.layout, launcher, alignments, sized)
         causes.log.info("%s: a graph of %d nodes for any size", region.code.name, launcher.nodes)
         self.note(runner, inputs)
         others_of = keys.key_of([k for k in runner.keys.keyed if k not in varied], ())

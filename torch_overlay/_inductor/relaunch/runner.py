@@ -42,13 +42,12 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
 from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion, LEAST
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import ByNode
-from torch_overlay._inductor.relaunch.launch.relaunch import launching, Misaligned
-from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
+from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
+from torch_overlay._inductor.relaunch.launch.staged import launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.on_reset import listen
 from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph, RegionGraphs
 from torch_overlay._inductor.relaunch.states import CallKeys, States
-from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.csrc import DriverError
 
 
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch_overlay._inductor.relaunch.causes import CodeFacts
+    from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.launch.staged import Graph
     from torch_overlay._inductor.relaunch.states import State
 
@@ -188,7 +188,7 @@ class Runner:
                     return result
                 return self._run_without_graph_yet(key, inputs)
             current, index, is_capturing = self._is_current
-            if current() == index and not is_capturing() and not launching():
+            if current() == index and not is_capturing() and not executable.launching():
                 try:
                     return relaunch.launch(inputs)
                 except Misaligned:
@@ -197,7 +197,7 @@ class Runner:
 
     def _run_without_graph_yet(self, key: Any, inputs: list[Any]) -> Any:
         run, states = self.region.run, self.states
-        if self.region.device.is_capturing() or launching():
+        if self.region.device.is_capturing() or executable.launching():
             return run("callers-capture", inputs)  # or in a finalizer that runs during a launch
         if (result := self.any_size.run(self, key, inputs)) is not None:
             return result
@@ -233,7 +233,7 @@ class Runner:
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
         untried = has_copies_never_launched(relaunch)
-        has_no_own = state.shared is not None or isinstance(stages_of(relaunch)[0].launcher, ByNode)
+        has_no_own = state.shared is not None or isinstance(relaunch.stages[0].launcher, ByNode)
         shares = has_no_own and not launches_of(relaunch)  # likewise, the driver may not set or launch its nodes
         if not clones and not untried and not shares:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
@@ -256,7 +256,7 @@ class Runner:
             else:
                 message = f"its copies to or from the host can't be patched: {error}"
                 self.region_graphs.give_up(state, message)
-            if self.code.mutated_inputs and (by_node or any(stage.totals[0] for stage in stages_of(relaunch))):
+            if self.code.mutated_inputs and (by_node or any(stage.totals[0] for stage in relaunch.stages)):
                 raise  # what has run may have written to inputs
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
@@ -346,9 +346,8 @@ class Runner:
         return self.any_size.describe(self)
 
 
-def has_copies_never_launched(relaunch: Any) -> bool:
+def has_copies_never_launched(relaunch: Launchable) -> bool:
     """True if the graph has memcpy nodes to patch and was never launched: the driver may refuse to patch them, and only
     the first launch shows that."""
-    if isinstance(relaunch, Verified):
-        return has_copies_never_launched(relaunch.relaunch)
-    return not relaunch.totals[0] and bool(executable.moving(relaunch.template))
+    stages = relaunch.stages
+    return any(stage.launcher.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)

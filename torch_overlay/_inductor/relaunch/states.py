@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Sequence
 
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
-    from torch_overlay._inductor.relaunch.launch.staged import Graph, Split
-    from torch_overlay._inductor.relaunch.verify import Verified
+    from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
+    from torch_overlay._inductor.relaunch.launch.staged import Graph
 
 
 TABLES = 4  # so many times more sizes are kept if they share executables
@@ -54,7 +53,7 @@ class State:
         self.captured_for: dict[int, int] = {}  # those that the graph was captured for
         self.failures = 0
         self.refused = ""  # code of the cause, if it gets no graph
-        self.relaunch: Relaunch | Split | Verified | None = None
+        self.relaunch: Launchable | None = None
         self.shared: Any = None  # what its executable is shared by, if it is
         self.spent = 0.0  # seconds of the host in calls that waited for a capture
         self.needs_own_executable = False  # the driver can't set the shared executable's nodes to this graph's

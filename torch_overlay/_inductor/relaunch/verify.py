@@ -58,6 +58,10 @@ class Verified:
         clone: Callable[..., torch.Tensor],
     ) -> None:
         self.relaunch, self.plain, self.code, self.clone = relaunch, plain, code, clone
+        self.stages: Sequence[Relaunch] = relaunch.stages
+
+    def forget(self) -> None:
+        """Drop nothing: a difference is described by nodes and pointer slots."""
 
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
         held, copies, state = list(inputs), self._copies(inputs), self._random_state(inputs)

@@ -89,7 +89,8 @@ class AnySizeTestCase(TestCase):
         self.made = self.arrangement, (launcher,), self.sized
         self.make.side_effect = lambda work, seen: self.made
         self.relaunch = self.replace(region_graphs, "Relaunch")
-        self.relaunch.side_effect = lambda *args, **kwargs: SimpleNamespace(args=args, launcher=launcher, totals=[0])
+        stage = SimpleNamespace(totals=[0])
+        self.relaunch.side_effect = lambda *args: SimpleNamespace(args=args, launcher=launcher, stages=[stage])
         self.runner = Runner()
 
     def replace(self, owner, name, value=mock.DEFAULT):
@@ -280,7 +281,7 @@ class TestNoGraph(AnySizeTestCase):
         with self.assertRaisesRegex(RuntimeError, "an illegal access"):
             self.runner.run(5, 9)
         self.assertEqual(len(self.keys()), 1)
-        self.runner.states[self.keys()[0]].relaunch.totals[0] = 1
+        self.runner.states[self.keys()[0]].relaunch.stages[0].totals[0] = 1
         self.runner.region.error = NOT_SET  # after a launch it is no matter of the graph
         with self.assertRaisesRegex(RuntimeError, "NodeSetParams"):
             self.runner.run(5, 9)

@@ -68,7 +68,7 @@ def make_or_blame(request: CaptureRequest) -> Relaunch | staged.Split:
         arrangement, launchers = make_graph(request)
         if request.is_shared:
             request.sizes.note_capture(time.perf_counter() - start)
-        made = staged.launchable(request.device, arrangement, launchers, request.code.static_inputs, request.alignments)
+        made = staged.launchable(request.device, arrangement, launchers, request.alignments)
     except (NumberEscaped, CaptureFailed):
         raise
     except Unprovable as refusal:

@@ -1,11 +1,5 @@
-"""Patches an executable graph to run on other memory, and launches it, by the C module.
-
-    same(tensors, addresses, indices)   is tensors[i].data_ptr() == addresses[i] for all i of indices?
-    addresses(tensors, indices)         (tensors[i].data_ptr(), ...)
-    aligned(tensors, indices, masks)    has no address a bit in common with its mask?
-    Exec(handle, nodes, slots, regions) has the parameters of a proven graph's nodes as the driver reads them, the C
-                                        module's `Blocks`: `patch(bases)` (`csrc/patch.c`), and `call(...)`, an object
-                                        that does a whole relaunch (`csrc/bind.c`)
+"""Executable graphs, with the parameters of their nodes as the driver reads them: the C module's `Blocks`
+(`csrc/patch.c`), which `launch.relaunch` binds to a layout.
 
 Note [Fields of a tensor]
 By every public way, from C too, the address of a tensor takes 60 ns, which is 10 us for the 149 parameters of a model
@@ -25,9 +19,9 @@ A copy engine does a copy between device and host beside the kernels, so it rema
 1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
    when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
    memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
-2. If the driver still refuses, at the first launch or a later one, `Patcher.rebuild` patches the nodes in the graph
-   itself, which always works, and instantiates the executable again. That is correct and slow: a region for which it
-   happens `MOST_REBUILDS` times runs without a graph from then on, and says why.
+2. If the driver still refuses, at the first launch or a later one, the C module patches the nodes in the graph itself,
+   which always works, and `Rebuild` instantiates the executable again; from then on, whenever a copy moves. That is
+   correct and slow: a region for which it happens `MOST_REBUILDS` times runs without a graph afterwards, and says why.
 3. A copy of several rows can never be patched in an executable, so it is rebuilt from the start.
 """
 
@@ -40,7 +34,7 @@ import logging
 import os
 import struct
 import weakref
-from operator import and_, itemgetter
+from operator import itemgetter
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -59,14 +53,13 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     Template,
     Unprovable,
 )
-from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
-    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot, PointerSlot
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot
 
 
 KERNEL, FILL, COPY = range(3)
@@ -78,31 +71,22 @@ ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
 def make_blocks(
-    module: Any,
-    exec_handle: int,
-    nodes: Iterable[Node],
-    slots: Iterable[PointerSlot],
-    regions: int,
-    numbers: Sequence[NumberSlot] = (),
-    shared: Any = None,
+    module: Any, exec_handle: int, template: Template, shared: Any = None, rebuild: Rebuild | None = None
 ) -> Any:
-    """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template
-    with so many regions. `shared`: the `Shared` of an executable that several templates use; then a launch sets every
-    node that the executable holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`).
+    """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template.
+    `shared`: the `Shared` of an executable that several templates use; then a launch sets every node that the
+    executable holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`). `rebuild(error)` makes
+    another executable, if the driver can't set the copies in the one there is.
 
-    `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
-    moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
-    returns the number of nodes set. It compares a base with that of the last call that had one for the region; if the
-    driver refuses a node, the error says which, and the next call sets every node again (`stale`). Hold a lock over
-    patch() and the launch, so that no other thread patches in between.
-
-    The blocks live as long as the object, and the object must live as long as the executable is patched.
+    `call(...)` of the result makes a function of a whole launch (`csrc/bind.c`), which sets the nodes of what moved. If
+    the driver refuses a node, the error says which, and the next launch sets every node again (`stale`). The blocks
+    live as long as the object, and the object must live as long as the executable is patched.
     """
-    patched = sorted(slots, key=REGION_AND_NODE)
-    wanted = {slot[0] for slot in (*patched, *numbers)}
+    patched = sorted(template.slots, key=REGION_AND_NODE)
+    wanted = {slot[0] for slot in (*patched, *template.numbers)}
     if shared is not None:
-        wanted = {node.index for node in nodes if not isinstance(node, EmptyNode)}
-    by_index = {node.index: node for node in nodes if node.index in wanted}
+        wanted = {node.index for node in template.nodes if not isinstance(node, EmptyNode)}
+    by_index = {node.index: node for node in template.nodes if node.index in wanted}
     if shared is not None and shared.launches is not None:  # the blocks are in the order of launch
         by_index = {index: by_index[index] for index, _ in shared.launches}
     position = {index: place for place, index in enumerate(by_index)}
@@ -118,11 +102,10 @@ def make_blocks(
             where = f"node {index} ({by_index[index].name}), parameter {parameter}"
             raise ValueError(f"{where}: no pointer slot at {offset}")
         places.append((position[index], begin + offset, region, delta))
-    words = tuple(
-        [(position[slot.node], _word(by_index[slot.node], slot), LETTERS.index(slot.letter)) for slot in numbers]
-    )
+    words = tuple([(position[s.node], _word(by_index[s.node], s), LETTERS.index(s.letter)) for s in template.numbers])
     others = None if shared is None else (shared, tuple(by_index))
-    return module.Blocks(exec_handle, blocks, tuple(places), regions, words, others)
+    by_graph = rebuild is not None and rebuild.is_needed
+    return module.Blocks(exec_handle, blocks, tuple(places), template.regions, words, others, rebuild, by_graph)
 
 
 def _word(node: Node, slot: NumberSlot) -> int:
@@ -170,19 +153,6 @@ def _pointers(node: Node) -> list[tuple[int, int]]:
 
 
 log = logging.getLogger(__name__)
-
-
-def same(tensors: Sequence[Any], addresses: Sequence[int], indices: Sequence[int]) -> bool:
-    equal: Any = torch._C._tensors_data_ptrs_at_indices_equal
-    return equal(list(tensors), list(addresses), list(indices))
-
-
-def addresses(tensors: Sequence[Any], indices: Sequence[int]) -> tuple[int, ...]:
-    return tuple([tensors[i].data_ptr() for i in indices])
-
-
-def aligned(tensors: Sequence[Any], indices: Sequence[int], masks: Sequence[int]) -> bool:
-    return not any(map(and_, addresses(tensors, indices), masks))
 
 
 def teach(native: Any) -> bool:
@@ -237,20 +207,15 @@ TORCH_FUNCTIONS = (
 )
 
 
-def complete(module: Any) -> Any:
-    """Prepare `relaunch` of the extension module: teach it the fields of tensors, and add `Exec`."""
-    teach(module)
-    module.Exec = functools.partial(make_blocks, module)
-    return module
-
-
 @functools.cache
 def implementation() -> Any:
     """Return the C module, one a process. Raise `Unprovable` if it can't be built: then there are no CUDA graphs."""
     try:
-        return complete(csrc.extension().relaunch)
+        module = csrc.extension().relaunch
     except csrc.NotBuiltError as error:
         raise Unprovable("c-module", str(error)) from None
+    teach(module)
+    return module
 
 
 def _built() -> Any:
@@ -298,7 +263,6 @@ def _launches(template: Template, order: Sequence[int]) -> tuple[tuple[int, byte
 
 
 MOST_REBUILDS = 16
-REFUSED = "cuGraphExecMemcpyNodeSetParams"  # the function that fails if the driver refuses to patch a copy
 DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
 
 
@@ -347,87 +311,33 @@ def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
     return dataclasses.replace(node, dst=addresses.get(DESTINATION, node.dst), src=addresses.get(SOURCE, node.src))
 
 
-class Patcher:
-    """Patches an executable that has copies. `graph` has `instantiate()`, which replaces its executable, and
-    `raw_cuda_graph_exec()`. `given_up(message)` is called when the executable has been rebuilt too often, until it
-    returns True."""
+class Rebuild:
+    """Makes the executable of a graph anew, whose copies the C module has set in the graph: Note [The memory that a
+    memcpy node was made for], 2. `graph` has `instantiate()`, which replaces its executable. `is_needed`: the copies
+    can't be set in an executable. `give_up(message)` is called when that was done too often, until it returns True."""
 
-    given_up: Callable[[str], bool] | None = None
+    give_up: Callable[[str], bool] | None = None
 
-    def __init__(
-        self,
-        graph: Any,
-        template: Template,
-        *,
-        upload: Callable[[Any], None],
-        synchronize: Callable[[], None],
-        driver: Driver | None = None,
-        make: Callable[..., Any] | None = None,
-    ) -> None:
-        self.graph, self.template, self.driver = graph, template, driver
-        self.upload, self.synchronize = upload, synchronize
-        self.make = make or implementation().Exec
-        self.copies = tuple(moving(template))
-        of_copies = {node.index for node in self.copies}
-        self.copy_slots = [s for s in template.slots if s.node in of_copies and s.region != FIXED]
-        self.other_slots = tuple(s for s in template.slots if s.node not in of_copies)
-        self.bases: list[int | None] = [None] * template.regions
-        self.rebuilds = 0
-        self.placed: dict[CopyNode, dict[int, int]] = {}  # addresses of the copies in the rebuilt executable
-        self.by_graph = not all(map(is_linear, self.copies))
-        self.exec = self._exec()
+    def __init__(self, graph: Any, copies: Iterable[CopyNode]) -> None:
+        self.graph, self.count = graph, 0
+        self.is_needed = not all(map(is_linear, copies))
 
-    def _exec(self) -> Any:
-        slots = self.other_slots if self.by_graph else self.template.slots
-        return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, slots, self.template.regions)
-
-    def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
-        """Write the bases, as `Exec.patch` does; rebuild the executable if the driver refuses a copy."""
-        for region, base in zip(range(self.template.regions) if regions is None else regions, bases):
-            if base is not None:
-                self.bases[region] = base if isinstance(base, int) else base.data_ptr()
-        if not self.by_graph:
-            try:
-                return self.exec.patch(bases, regions)
-            except DriverError as error:
-                if error.function != REFUSED:
-                    raise
-                log.info("a graph is instantiated anew, for its copies can't be pointed elsewhere: %s", error)
-                self.by_graph, self.why = True, str(error)
-        elif self.wanted() == self.placed:
-            return self.exec.patch(bases, regions)
-        return self.rebuild()
+    def __call__(self, error: Exception | None) -> int:
+        """Return the new executable. `error`: that of the driver that refused to set a copy in the old one."""
+        if error is not None:
+            log.info("a graph is instantiated anew, for its copies can't be pointed elsewhere: %s", error)
+        self.why = self.why if error is None else str(error)
+        torch.cuda.synchronize()  # the old one may be running
+        self.graph.instantiate()
+        upload(self.graph)
+        self.count += 1
+        counters["torch_overlay"]["cudagraph_rebuilds"] += 1
+        if self.count >= MOST_REBUILDS and self.give_up is not None:
+            why = f"its copies moved {self.count} times, and each time it was made anew: {self.why}"
+            self.give_up = None if self.give_up(why) else self.give_up
+        return self.graph.raw_cuda_graph_exec()
 
     why = "a copy of several rows can't be pointed at other memory"
-
-    def wanted(self) -> dict[CopyNode, dict[int, int]]:
-        """Return the addresses that the copies need for the current bases, by node and parameter."""
-        by_index = {node.index: node for node in self.copies}
-        found: dict[CopyNode, dict[int, int]] = {}
-        for slot in self.copy_slots:
-            if (base := self.bases[slot.region]) is None:
-                raise ValueError(f"region {slot.region} has no base yet")
-            found.setdefault(by_index[slot.node], {})[slot.parameter] = base + slot.delta
-        return found
-
-    def rebuild(self) -> int:
-        """Instantiate again: Note [The memory that a memcpy node was made for], 2. Return the number of nodes set."""
-        self.driver = self.driver or NativeDriver()
-        wanted = self.wanted()
-        for node, addresses in wanted.items():
-            self.driver.set_memcpy(node.handle, pointed(node, addresses))
-        self.placed = {}  # the old executable is gone, even if there is no new one
-        self.synchronize()  # it may be running
-        self.graph.instantiate()
-        self.upload(self.graph)
-        self.placed = wanted
-        self.exec = self._exec()
-        self.rebuilds += 1
-        counters["torch_overlay"]["cudagraph_rebuilds"] += 1
-        if self.rebuilds >= MOST_REBUILDS and self.given_up is not None:
-            why = f"its copies moved {self.rebuilds} times, and each time it was made anew: {self.why}"
-            self.given_up = None if self.given_up(why) else self.given_up
-        return self.exec.patch(self.bases) + len(self.copies)
 
 
 live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
@@ -439,8 +349,8 @@ def emptied(template: Template) -> Template:
 
 
 class Launcher:
-    """An executable graph with its template: `patch` points it at other memory, `replay` launches it. With `shared`,
-    other launchers have the same executable, each with a template of its own."""
+    """An executable graph with its template: `exec` has its parameter blocks, `replay` launches it as it is. With
+    `shared`, other launchers have the same executable, each with a template of its own."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False, shared: Any = None
@@ -450,15 +360,9 @@ class Launcher:
         self.template, self.nodes = template, len(template.nodes)
         self.handles = {} if shared is None else {node.index: node.handle for node in template.nodes}
         self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
-        self.patcher: Patcher | None = None
-        if moving(template):
-            self.patcher = Patcher(graph, template, upload=upload, synchronize=torch.cuda.synchronize)
-            self.exec = None  # the patcher replaces its own at each rebuild
-            self.patch: Callable[..., int] = self.patcher.patch
-        else:
-            parts = template.nodes, template.slots, template.regions, template.numbers, shared
-            self.exec = implementation().Exec(graph.raw_cuda_graph_exec(), *parts)
-            self.patch = self.exec.patch
+        copies = moving(template)
+        self.rebuild = Rebuild(graph, copies) if copies else None
+        self.exec = make_blocks(implementation(), graph.raw_cuda_graph_exec(), template, shared, self.rebuild)
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
@@ -474,22 +378,18 @@ class Launcher:
     def forget(self) -> None:
         """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
         memory, for each size of a region, and the garbage collector walks them."""
-        if self.patcher is None:
-            self.template = emptied(self.template)
+        self.template = emptied(self.template)
 
 
 class ByNode:
     """A launcher without an executable: it launches the kernels of a template one by one, in an `order`."""
 
-    shared = patcher = None
+    shared = rebuild = None
     direct = True
 
     def __init__(self, template: Template, order: Sequence[int]) -> None:
         self.template, self.nodes = template, len(template.nodes)
-        shared = by_node_only(template, order)
-        parts = template.nodes, template.slots, template.regions, template.numbers, shared
-        self.exec = implementation().Exec(0, *parts)
-        self.patch: Callable[..., int] = self.exec.patch
+        self.exec = make_blocks(implementation(), 0, template, by_node_only(template, order))
 
     def replay(self) -> None:
         raise RuntimeError("there is no executable")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.launch.executable import emptied
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
 from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, output_maker, SameInput
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, Unfit
@@ -21,6 +21,7 @@ from torch_overlay._inductor.relaunch.numbers.traced import values_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
 
@@ -28,13 +29,12 @@ def launchable(
     device: Any,
     arrangement: Arrangement,
     launchers: Sequence[Any],
-    static: Sequence[int],
     alignments: Sequence[int],
 ) -> Relaunch | Split:
     if arrangement.stages:
-        return Split(device, arrangement, launchers, static, alignments)
+        return Split(device, arrangement, launchers, alignments)
     (launcher,) = launchers
-    return Relaunch(device, arrangement.layout, launcher, static, alignments)
+    return Relaunch(device, arrangement.layout, launcher, alignments)
 
 
 class Split:
@@ -46,23 +46,21 @@ class Split:
         device: Any,
         arrangement: Arrangement,
         launchers: Sequence[Any],
-        static: Sequence[int],
         alignments: Sequence[int],
     ) -> None:
         self.device, self.layout, self.template = device, arrangement.layout, arrangement.template
         layout = self.layout
         self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.steps = []
-        self.stages = []
+        self.stages: list[Relaunch] = []
         for stage, launcher in zip(arrangement.stages, launchers, strict=True):
             aligned = [alignments[slot] if slot in self.region else 1 for slot in stage.takes]
-            fixed = [k for k, slot in enumerate(stage.takes) if slot in self.region and slot in static]
-            relaunch = Relaunch(device, stage.layout, launcher, fixed, aligned)
+            relaunch = Relaunch(device, stage.layout, launcher, aligned)
             self.stages.append(relaunch)
             self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))
         self.positions = layout.inputs
         self.masks = tuple([alignments[k] - 1 for k in self.positions])
-        self.aligned = getattr(self.stages[0].call, "aligned", executable.aligned)
+        self.aligned = self.stages[0].call.aligned
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
         self.returned += inputs_of(layout.computed)
         self.numbers = arrangement.numbers
@@ -76,17 +74,9 @@ class Split:
         self.finish = output_maker(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
     def forget(self) -> None:
-        """Drop what no launch needs, if none of the stages needs its nodes."""
         for stage in self.stages:
             stage.forget()
-        if not any(stage.template.nodes for stage in self.stages):
-            self.template = dataclasses.replace(self.template, nodes=(), slots=())
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        """The number of launches, and of nodes patched, over all stages."""
-        launches, patched = zip(*(stage.totals for stage in self.stages))
-        return sum(launches), sum(patched)
+        self.template = emptied(self.template)
 
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
         if not self.aligned(inputs, self.positions, self.masks):
@@ -122,21 +112,15 @@ class Graph(NamedTuple):
     one_by_one: int = 0
 
 
-def launches_of(relaunch: Any) -> int:
+def launches_of(relaunch: Launchable | None) -> int:
     """Return how many calls a graph has run; 0 if there is none."""
     if relaunch is None:
         return 0
-    stages = stages_of(relaunch)
-    return sum(stage.totals[0] for stage in stages) // len(stages)
+    return sum(stage.totals[0] for stage in relaunch.stages) // len(relaunch.stages)
 
 
-def stages_of(relaunch: Any) -> Sequence[Relaunch]:
-    inner = getattr(relaunch, "relaunch", relaunch)  # of a Verified
-    return getattr(inner, "stages", (inner,))
-
-
-def graph_of(relaunch: Any) -> Graph:
-    stages = stages_of(relaunch)
+def graph_of(relaunch: Launchable) -> Graph:
+    stages = relaunch.stages
     nodes = sum(stage.launcher.nodes for stage in stages)
-    more = sum(getattr(stage.call, "by_node", 0) * (stage.launcher.nodes - 1) for stage in stages)
+    more = sum(stage.call.by_node * (stage.launcher.nodes - 1) for stage in stages)
     return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages), more)
