@@ -49,6 +49,19 @@ class TestLifeOfARegion(RelaunchTestCase):
             self.assertEqual(self.counted("captures"), int(n > 0))
             self.assertEqual(self.counted("relaunches"), n)
 
+    def test_first_calls_look_after_large_inputs_of_a_backward_alone(self):
+        """To look after each of hundreds of inputs takes longer than to launch the kernels."""
+        source = region("x, w, n", "return (torch.mul(x, n, out=new(4, 4)),)")
+        for is_backward, watched in ((False, 0), (True, 4)):  # the first size, and the large input of the others
+            run = self.runner(source, is_backward=is_backward)
+            with (
+                mock.patch.object(runner, "LARGE", 4 << 10),
+                mock.patch.object(runner, "StorageWeakRef", wraps=runner.StorageWeakRef) as ref,
+            ):
+                for n in (1, 2, 3):
+                    run([torch.randn(4, 4), torch.randn(1 << 10), n])
+            self.assertEqual((ref.call_count, run.outside["warm-up"]), (watched, 3))
+
     def test_outputs_are_never_overwritten(self):
         run = self.runner(ADD, static=[1])
         w, held = torch.randn(4, 4), []

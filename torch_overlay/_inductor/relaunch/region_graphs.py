@@ -261,9 +261,10 @@ class AnySizeGraph:
     def run(self, runner: RegionRunner, key: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
         """Launch the graph, which is made first if it can be. Return None if there is none, if it is not for these
         numbers, or if the size with this key has a graph of its own."""
+        if self.key_of is None and (self.failures >= FAILURES or self.calls_operators):
+            return None
         own = runner.states.get(key)
-        is_known = self.key_of is not None or self.failures < FAILURES
-        if not runner.keys.keyed or not is_known or (own is not None and own.relaunch is not None):
+        if not runner.keys.keyed or (own is not None and own.relaunch is not None):
             return None
         with runner.region.device.guard():
             if (state := self._state(runner, inputs)) is None:

@@ -77,18 +77,19 @@ class Run(NamedTuple):
 
 
 class _InputStorages:
-    """The storages of a region's inputs, before a run that may free them."""
+    """The storages of a backward's inputs, of `least` bytes or more, before a run that may free them. What a forward
+    frees changes no graph."""
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        tensors = [(k, v) for k, v in enumerate(inputs) if address_of(v)]
-        self._refs = {k: StorageWeakRef(v.untyped_storage()) for k, v in tensors}
-        self._large = [k for k, v in tensors if v.untyped_storage().nbytes() >= LARGE]
+    def __init__(self, inputs: Sequence[Any], is_backward: bool, least: int = 0) -> None:
+        found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)] if is_backward else []
+        sizes = [(k, storage, storage.nbytes()) for k, storage in found]
+        self._refs = [(k, StorageWeakRef(storage), size) for k, storage, size in sizes if size >= least]
 
     def are_freed(self) -> bool:
-        return any(ref.expired() for ref in self._refs.values())
+        return any(ref.expired() for _, ref, _ in self._refs)
 
     def freed_large(self) -> frozenset[int]:
-        return frozenset([k for k in self._large if self._refs[k].expired()])
+        return frozenset([k for k, ref, size in self._refs if size >= LARGE and ref.expired()])
 
 
 class FirstRuns:
@@ -102,7 +103,7 @@ class FirstRuns:
 
     def observe(self, inputs: list[Any]) -> Run:
         given, generators = storages(inputs), self.device.generators(inputs)
-        held = _InputStorages(inputs)
+        held = _InputStorages(inputs, self.is_backward)
         are_aligned = not any(address_of(v) % LEAST for v in inputs)
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
@@ -116,17 +117,14 @@ class FirstRuns:
         fresh = [address for address in made if address not in given or address in observer.last]
         plan = observer.plan(fresh, self._with_run(AllocationPlan(), held, generators, drawn))
         seeds = frozenset([at[address] for address in noted & at.keys()])
-        return Run(result, plan, self._frees(held), seeds, watch.count, are_aligned)
+        return Run(result, plan, held.are_freed(), seeds, watch.count, are_aligned)
 
-    def repeat(self, inputs: list[Any], known: AllocationPlan) -> Run:
-        """Run a region of which an observed run has shown `known`."""
-        generators, held = self.device.generators(inputs), _InputStorages(inputs)
+    def repeat(self, inputs: list[Any], known: AllocationPlan, least: int) -> Run:
+        """Run a region of which an observed run has shown `known`. Inputs of `least` bytes are looked after."""
+        generators, held = self.device.generators(inputs), _InputStorages(inputs, self.is_backward, least)
         drawn = [g.get_offset() for g in generators]
         result = self.run(inputs)
-        return Run(result, self._with_run(known, held, generators, drawn), self._frees(held))
-
-    def _frees(self, held: _InputStorages) -> bool:
-        return self.is_backward and held.are_freed()
+        return Run(result, self._with_run(known, held, generators, drawn), held.are_freed())
 
     def _with_run(
         self, plan: AllocationPlan, held: _InputStorages, generators: Sequence[Any], drawn: Sequence[int]
@@ -137,7 +135,7 @@ class FirstRuns:
         return dataclasses.replace(
             plan,
             dying=dying,
-            detail=self.is_backward and bool(dying),
+            detail=bool(dying),
             random=any(advance),
             drawn=advance if any(advance) else (),
         )
@@ -268,7 +266,9 @@ class Runner:
         self.any_size.note(self, inputs)
         runs = FirstRuns(self.region)
         if (plan := self.plan) is not None:  # another thread may forget it
-            run = runs.repeat(inputs, state.plan if state.warm_in else plan)
+            has_obstacle = self.any_size.calls_operators or self.any_size.frees_inputs
+            known = state.plan if state.warm_in else plan
+            run = runs.repeat(inputs, known, LARGE if has_obstacle else 0)
         else:
             run = runs.observe(inputs)
             self._learn_seeds(key, state, run.seeds)

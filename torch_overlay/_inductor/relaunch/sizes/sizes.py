@@ -20,6 +20,7 @@ edges nor what else a kernel is launched with (clusters, priority). So another c
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -104,8 +105,10 @@ class Sizes:
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state's graph is to share an executable."""
-        others = sum(other is not state and other.relaunch is not None for other in states)
-        return self.bound > 0 and not state.needs_own_executable and others >= OWN
+        if not self.bound or state.needs_own_executable:
+            return False
+        others = (other for other in states if other is not state and other.relaunch is not None)
+        return len(list(itertools.islice(others, OWN))) == OWN
 
     def waits(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
