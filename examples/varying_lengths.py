@@ -2,8 +2,8 @@
 
 A batch as long as its longest text has another size each time. `mark_dynamic` says so, and Dynamo compiles once. The
 pointwise part needs one graph for any length: the launch computes what depends on it. The model calls libraries, which
-choose kernels by size, so each length is captured once, and lengths share executable graphs. Padding to a few lengths
-has fewer captures; here nothing is padded.
+choose kernels by size, so a length needs a capture: the first four at their second calls, further ones as far as the
+time pays that graphs have saved. Padding to a few lengths has fewer captures; here nothing is padded.
 
     python examples/varying_lengths.py
 

@@ -183,7 +183,9 @@ class SimulatedRunner:
     and but for the first call of each further size, if the region calls operators."""
 
     def __init__(self, record: Callable[..., Any], model: Callable[[list[Any]], Any], code: Any) -> None:
-        self.model, self.code, self.compiled = model, code, None
+        from torch_overlay._inductor.relaunch.governor import Governor
+
+        self.model, self.code, self.compiled, self.governor = model, code, None, Governor()
         self.outside: Counter[str] = Counter()
         self.refusals: dict[str, Any] = {}
         self.calls, self.sizes = 0, set[Any]()

@@ -86,7 +86,7 @@ CAUSES: dict[str, Kind] = {
     "warm-up": Kind("the first call of a size, a number or a thread runs as compiled", ""),
     "callers-capture": Kind("calls inside of a capture of the caller's are captured as compiled", ""),
     "number": Kind("a number is larger than what a parameter of the graph holds", ""),
-    "size-waits": Kind("calls of a size that have not yet taken as long as its capture would", ""),
+    "size-waits": Kind("calls of a size that has not yet come often enough to pay for its capture", ""),
     "busy": Kind("another thread captures meanwhile", ""),
     "first-calls": Kind(
         "each call has a size or a number that no earlier one had, or runs in another thread",

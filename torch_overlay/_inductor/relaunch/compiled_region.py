@@ -12,6 +12,7 @@ compiled code couldn't use it at its own address.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any, TYPE_CHECKING, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import FULL
+from torch_overlay._inductor.relaunch.governor import Governor
 
 
 if TYPE_CHECKING:
@@ -65,16 +67,22 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 class CompiledRegion:
     """A compiled function (`model`) with its description, and the device that it runs on. `outside`: calls that ran as
-    compiled, by the code of the cause."""
+    compiled, by the code of the cause; `governor`: the time that they took, and that of graphs."""
 
     def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Any) -> None:
         self.model, self.code, self.device = model, code, device
         self.outside: Counter[str] = Counter()
+        self.governor = Governor()
 
     def run(self, cause: str, inputs: list[Any]) -> Any:
         """Run the region as compiled, and count the cause."""
         self.outside[cause] += 1
-        return self.plain(inputs)
+        if cause == "warm-up":
+            return self.plain(inputs)
+        start = time.perf_counter()
+        result = self.plain(inputs)
+        self.governor.note_call(time.perf_counter() - start)
+        return result
 
     def plain(self, inputs: list[Any]) -> Any:
         """Run the region as compiled. Compiled code aligns the inputs that it only reads; the ones that it writes are

@@ -103,7 +103,8 @@ class RegionCoverage:
     those of one call: kernels in generated code, and launches by the host once there is a graph. `nodes`: of all its
     graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it is captured, if it had several sizes;
     `one_by_one`: further launches of the graphs that it has now, of which kernels were launched one by one, since most
-    nodes would have had to be set."""
+    nodes would have had to be set; `graph_seconds`: what its captures took the host, and `saved_seconds`: what launches
+    have saved it (`governor`)."""
 
     name: str
     line: str
@@ -116,6 +117,8 @@ class RegionCoverage:
     scratch_mib: float
     sizes: str = ""
     one_by_one: int = 0
+    graph_seconds: float = 0.0
+    saved_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,10 @@ class Coverage:
         for function in self.functions:
             lines += ["", *_rewritten(function)] if function.rewrites else []
             for region in function.regions:
-                lines += ["", f"[sizes] {region.line or region.name}", f"    {region.sizes}"] if region.sizes else []
+                if region.sizes:
+                    lines += ["", f"[sizes] {region.line or region.name}", f"    {region.sizes}"]
+                    lines.append(f"    captures took {region.graph_seconds:.2f} s of the host")
+                    lines[-1] += f", and launches have saved {region.saved_seconds:.2f} s"
         for each in self.refused:
             lines += ["", f"[{each.code}] {each.message}"] + [f"    {each.remedy}"] * bool(each.remedy)
         for reason, count in self.graph_breaks:
@@ -245,12 +251,15 @@ def _rewritten(function: Function) -> list[str]:
     return lines + [f"    {kind} at {line}" if line else f"    {kind}" for kind, line in function.rewrites]
 
 
+TOTALS = "calls", "graph_calls", "one_by_one", "graph_seconds", "saved_seconds"  # of a region
+
+
 def _difference(after: Function, before: Function | None) -> Function:
     if before is None:
         return after
     regions = []
     for region, old in zip(after.regions, before.regions):
-        counts = {name: getattr(region, name) - getattr(old, name) for name in ("calls", "graph_calls", "one_by_one")}
+        counts = {name: getattr(region, name) - getattr(old, name) for name in TOTALS}
         regions.append(dataclasses.replace(region, **counts))
     known = {each.cause: each for each in before.outside}
     outside = []
@@ -334,6 +343,8 @@ def _region(runner: Runner, kernels: int) -> RegionCoverage:
         scratch_mib=max([graph.scratch for graph in graphs], default=0) / (1 << 20),
         sizes=runner.describe_sizes(),
         one_by_one=sum(graph.one_by_one for graph in graphs),
+        graph_seconds=runner.governor.spent,
+        saved_seconds=runner.governor.saved(by_graph),
     )
 
 

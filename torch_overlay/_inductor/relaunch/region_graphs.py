@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 import weakref
 from typing import Any, Protocol, TYPE_CHECKING
 
@@ -72,6 +73,7 @@ class RegionGraphs:
         request = CaptureRequest(self.region.device, self.region.model, inputs, alignments, *rest)
         if not capturing.acquire(blocking=False):
             return False
+        start = time.perf_counter()
         try:
             states.warm_ups, before = 0, sizes.instantiated
             made = make_or_blame(request)
@@ -85,6 +87,7 @@ class RegionGraphs:
             return False
         finally:
             capturing.release()
+            self.region.governor.note_capture(time.perf_counter() - start)
         launchers = [stage.launcher for stage in made.stages]
         for launcher in launchers:
             if (rebuild := launcher.rebuild) is not None:
@@ -300,6 +303,7 @@ class AnySizeGraph:
             return None
         if runner.states.has_captured_enough or not _are_integers(numbers) or not capturing.acquire(blocking=False):
             return None
+        start = time.perf_counter()
         try:
             return self._make(runner, inputs, seen, varied)
         except (NumberEscaped, Unprovable) as error:
@@ -308,6 +312,7 @@ class AnySizeGraph:
             self._fail(runner, f"{type(error).__name__}: {error}")
         finally:
             capturing.release()
+            runner.region.governor.note_capture(time.perf_counter() - start)
         return None
 
     def describe(self, runner: RegionRunner) -> str:

@@ -1,7 +1,8 @@
 """Runs a compiled region at its first call, captures it as a graph at the second, and launches the graph from then on.
 
     call 1   of a key, in a thread: the region runs as compiled, and libraries and Triton choose their kernels
-    call 2   the region is captured (`capture`), and the graph is launched
+    call 2   the region is captured (`capture`), and the graph is launched; beyond the first keys, when it pays
+             (`governor`)
     call n   the graph is launched (`relaunch`)
 
 A region whose kernels are all Triton's gets a graph for any size at the first call with a second size
@@ -158,6 +159,7 @@ class Runner:
         self.plan: AllocationPlan | None = None
         self.compiled: Any = None  # coverage.CompiledCode
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
+        self.governor = self.region.governor
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
         self._is_current = device.current, device.index, device.is_capturing
         runners.known.add(self)
@@ -208,13 +210,19 @@ class Runner:
             return run(state.refused if state is not None else "templates", inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
-        if states.waits(state):
-            start = time.perf_counter()
+        if self._waits(state):
+            before = self.governor.without
             result = run("size-waits", inputs)
-            state.spent += time.perf_counter() - start
+            state.waited += self.governor.without - before
             return result
         with self.region.device.guard():
             return self._by_graph(key, state, inputs)
+
+    def _waits(self, state: State) -> bool:
+        """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]."""
+        if state.relaunch is not None or not self.states.is_shared(state):
+            return False
+        return not self.governor.affords_capture(state.waited, self.states.launched)
 
     def _by_graph(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Launch the state's graph, which is made first if there is none for the alignments of these inputs."""
@@ -236,7 +244,10 @@ class Runner:
         if not clones and not untried and not shares:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
         try:
-            return self.region.launch(relaunch, inputs, originals, clones)
+            start = time.perf_counter()
+            result = self.region.launch(relaunch, inputs, originals, clones)
+            self.governor.note_first_launch(time.perf_counter() - start)
+            return result
         except Misaligned:  # what is aligned above, so a number is unfit
             inputs[:] = originals or inputs
             return run("number", inputs)

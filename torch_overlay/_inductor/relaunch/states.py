@@ -55,7 +55,7 @@ class State:
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Launchable | None = None
         self.shared: Any = None  # what its executable is shared by, if it is
-        self.spent = 0.0  # seconds of the host in calls that waited for a capture
+        self.waited = 0.0  # seconds of the host in calls that waited for a capture
         self.needs_own_executable = False  # the driver can't set the shared executable's nodes to this graph's
 
     def update_alignments(self, inputs: Sequence[Any], static: Container[int]) -> bool:
@@ -131,11 +131,6 @@ class States(OrderedDict[Any, State]):
         """True if the state's graph is to share an executable with other sizes."""
         with self.lock:
             return self.sizes.is_shared(state, self.values())
-
-    def waits(self, state: State) -> bool:
-        """True if the state has no graph, and it has not yet shown that it pays to capture it."""
-        with self.lock:
-            return state.relaunch is None and self.sizes.waits(state, self.values())
 
     def replace(self, states: dict[Any, State]) -> None:
         with self.lock:

@@ -14,6 +14,7 @@ from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import CodeFacts
+from torch_overlay._inductor.relaunch.governor import Governor
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
@@ -38,7 +39,7 @@ class Region:
 
     def __init__(self):
         self.device = SimpleNamespace(guard=contextlib.nullcontext)
-        self.clones, self.launched, self.error = [], [], None
+        self.clones, self.launched, self.error, self.governor = [], [], None, Governor()
 
     def align(self, inputs):
         for k, _, clone in self.clones:

@@ -21,7 +21,6 @@ import bisect
 import contextlib
 import dataclasses
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,10 +63,7 @@ def make_or_blame(request: CaptureRequest) -> Relaunch | staged.Split:
     try:
         if request.plan.opaque and (culprit := find_escape(request)) is not None and not culprit.is_innocent:
             raise CaptureFailed("operator", culprit.did, culprit)
-        start = time.perf_counter()
         arrangement, launchers = make_graph(request)
-        if request.is_shared:
-            request.sizes.note_capture(time.perf_counter() - start)
         made = staged.launchable(request.device, arrangement, launchers, request.alignments)
     except (NumberEscaped, CaptureFailed):
         raise

@@ -74,9 +74,6 @@ class Executable:
 
 
 OWN = 4  # so many sizes have executables of their own
-# So many further sizes are captured at their second call, and more of them as long as captures took few seconds in all.
-EAGER = 16
-SECONDS = 2.5
 MOST = 4  # so many executables are shared, where kernels can be launched one by one
 FITTED = 2  # after so many graphs in a row that needed no executable, the next one will hardly need one
 DIFFERED = 4  # after so many captures in a row from which no call could be left out, none is left out any more
@@ -87,21 +84,18 @@ class NoExecutable(Exception):
 
 
 class Sizes:
-    """Sizes of one region. A `state` is what the region has for a size: `relaunch`, its graph or None; `spent`, the
-    seconds of calls that waited for a capture; `needs_own_executable`, whether the driver can't set a shared
-    executable to its graph.
-    """
+    """Sizes of one region. A `state` is what the region has for a size: `relaunch`, its graph or None;
+    `needs_own_executable`, whether the driver can't set a shared executable to its graph."""
 
     def __init__(self, bound: int) -> None:
         self.functions = Functions()
         self.executables: list[Executable] = []  # the latest first
         self.bound = bound
-        self.captured = self.instantiated = 0  # graphs of further sizes, and how many of them had to be instantiated
+        self.instantiated = 0  # executables so far
         self.fitted = 0  # so many graphs in a row used executables that there were
         self.differed = 0
         self.goes_by_node = False  # the latest graph that fitted no executable does without one
         self.stage_cuts: dict[int, tuple[int, ...]] = {}  # where graphs without one are cut, by the number of nodes
-        self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state's graph is to share an executable."""
@@ -109,16 +103,6 @@ class Sizes:
             return False
         others = (other for other in states if other is not state and other.relaunch is not None)
         return len(list(itertools.islice(others, OWN))) == OWN
-
-    def waits(self, state: Any, states: Iterable[Any]) -> bool:
-        """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
-        than a capture takes. The first sizes are captured anyway."""
-        has_made_many = self.captured >= EAGER and self.captures_took >= SECONDS
-        return has_made_many and state.spent < self.capture_takes and self.is_shared(state, states)
-
-    def note_capture(self, seconds: float) -> None:
-        self.captured += 1
-        self.captures_took, self.capture_takes = self.captures_took + seconds, seconds
 
     def launchers(
         self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
