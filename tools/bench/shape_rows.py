@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -48,10 +48,30 @@ def _model(name: str) -> Any:
     return _built((LANGUAGE | PAIRS)[name]).eval()
 
 
-def _language(name: str, count: int, repeats: bool, compile: Compile, pads: bool) -> Row:
+def drawn(
+    batches: Callable[[random.Random], int], most: int, steps: int, times: float = 1.0, spread: float = 0.0
+) -> list[tuple[int, int]]:
+    """Return (batch, length) of batches of texts, whose lengths are drawn and padded to the longest. `times`: a text is
+    so many of those that `LENGTHS` is from, give or take `spread` of it, for these are quantiles."""
+    draw, found = random.Random(11), []
+    for _ in range(steps):
+        batch = batches(draw)
+        lengths = [draw.choice(LENGTHS) for _ in range(batch)]
+        if spread:
+            lengths = [round(n * times * draw.uniform(1 - spread, 1 + spread)) for n in lengths]
+        found.append((batch, min(most, max(lengths))))
+    return found
+
+
+def _longest(items: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return max(batch for batch, _ in items), max(length for _, length in items)
+
+
+def _language(
+    name: str, items: list[tuple[int, int]], warm: list[tuple[int, int]], repeats: bool, compile: Compile, pads: bool
+) -> Row:
     model = _model(name)
-    items = sizes(count)
-    longest = max(batch for batch, _ in items), max(length for _, length in items)
+    longest = _longest(items)
     pair = name in ("t5-small", "bart")
 
     def forward(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -72,7 +92,7 @@ def _language(name: str, count: int, repeats: bool, compile: Compile, pads: bool
             ids, mask = nn.functional.pad(ids, grow), nn.functional.pad(mask, grow)
         return [ids, mask]
 
-    return Row(step, inputs, items, [(7, 45), (9, 77), (1, 45), (1, 77)], repeats)
+    return Row(step, inputs, items, warm, repeats)
 
 
 def _layers(x: torch.Tensor, weights: list[torch.Tensor], n: Any) -> torch.Tensor:
@@ -124,21 +144,24 @@ def _pointwise(compile: Compile, pads: bool) -> Row:
     return Row(compiled, lambda n: [torch.randn(n, 256, device=DEVICE)], items, [100, 201])
 
 
-def _training(compile: Compile, pads: bool, steps: int = 600, cudnn: bool = True) -> Row:
-    """Llama, 8 layers, a batch of 4 texts, padded to the longest of them: lengths that are drawn. `cudnn`: attention
-    may be cuDNN's, which takes 12 ms a call for each new length on an H200."""
+def _llama() -> Any:
     import transformers as hf
     from relaunch_rows import llama_config  # pyrefly: ignore[missing-import]
 
     config = llama_config()
     config.num_hidden_layers = 8
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    config.max_position_embeddings = max(config.max_position_embeddings, DOCUMENT)
     with torch.device(DEVICE):
-        model = hf.LlamaForCausalLM(config).bfloat16().train()
+        return hf.LlamaForCausalLM(config).bfloat16()
+
+
+def _training(build: Callable[[], Any], items: list[tuple[int, int]], cudnn: bool, compile: Compile, pads: bool) -> Row:
+    """Batches of texts, padded to the longest of them. `cudnn`: attention may be cuDNN's, which takes 12 ms a call for
+    each new length on an H200."""
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    model = build().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    draw = random.Random(11)
-    items = [(4, max(draw.choice(LENGTHS) for _ in range(4))) for _ in range(steps)]
-    longest = max(LENGTHS)
+    longest = _longest(items)[1]
 
     def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=labels).loss
@@ -160,9 +183,13 @@ def _training(compile: Compile, pads: bool, steps: int = 600, cudnn: bool = True
             ids, labels = nn.functional.pad(ids, grow), nn.functional.pad(ids, grow, value=-100)
         return [ids, labels]
 
-    return Row(step, inputs, items, [(4, 33), (4, 50), (4, 64), (4, 72)], repeats=False, kept=lambda value: value)
+    warm = [(items[0][0], length) for length in (33, 50, 64, 72)]
+    return Row(step, inputs, items, warm, repeats=False, kept=lambda value: value)
 
 
+WARM = [(7, 45), (9, 77), (1, 45), (1, 77)]
+DOCUMENT = 4000  # tokens of the longest
+_TEXTS = drawn(lambda draw: 4, max(LENGTHS), 600)
 ROWS: dict[str, Callable[[Compile, bool], Row]] = {
     "int constant": functools.partial(_numbers, int, False),
     "int": functools.partial(_numbers, int, True),
@@ -170,11 +197,18 @@ ROWS: dict[str, Callable[[Compile, bool], Row]] = {
     "float": functools.partial(_numbers, float, True),
     "pointwise": _pointwise,
     "decode": _decode,
-    "distilbert": functools.partial(_language, "distilbert", 48, True),
-    "bert": functools.partial(_language, "bert", 100, False),
-    "distilgpt2": functools.partial(_language, "distilgpt2", 100, False),
-    "electra": functools.partial(_language, "electra", 100, False),
-    "t5-small": functools.partial(_language, "t5-small", 100, False),
-    "llama training": _training,
-    "llama training flash": functools.partial(_training, cudnn=False),
+    "distilbert": functools.partial(_language, "distilbert", sizes(48), WARM, True),
+    **{
+        name: functools.partial(_language, name, sizes(100), WARM, False)
+        for name in ("bert", "distilgpt2", "electra", "t5-small")
+    },
+    "llama training": functools.partial(_training, _llama, _TEXTS, True),
+    "llama training flash": functools.partial(_training, _llama, _TEXTS, False),
+    "fine-tuning": functools.partial(
+        _training, functools.partial(_model, "distilbert"), drawn(lambda draw: 16, 512, 400, 0.5, 0.05), False
+    ),
+    "documents": functools.partial(_training, _llama, drawn(lambda draw: 1, DOCUMENT, 400, 4.0, 0.2), False),
+    "encoding": functools.partial(
+        _language, "bert", drawn(lambda draw: draw.randint(1, 32), 512, 400), [(7, 45), (9, 77)], False
+    ),
 }

@@ -8,7 +8,8 @@ another, and a second process of the first and of relaunch's side measures last.
 
     first    µs of the first call of a size, from idle, until the device is done; median over the sizes
     second   of its second call;  later: of calls after these, the sizes in turn
-    mean     ms a step over all calls of a row whose sizes are drawn;  last: over the last third of them
+    mean     ms a step over all calls of a row whose sizes are drawn;  last: over the last third of them;
+    worst    the 100 calls in a row that are slowest, against the same without a graph
     device   MiB of device memory that the sizes took;  reserved: of the caching allocator's;  host: of host memory
 
 Sides: `off` has no graph; `pad` pads to the largest size, under trees; `replay` is a graph made by hand at the second
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LATER = 4  # rounds over all sizes
+STEPS = 25  # that are timed together, where sizes are drawn
 SIDES = {"off": "off", "trees": "trees", "pad": "trees", "relaunch": "relaunch", "replay": "replay"}  # -> of processes
 
 
@@ -123,9 +125,10 @@ class _Served:
             found["rounds"] = rounds
         else:
             results: list[Any] = []
-            last = len(self.row.items) // 3
-            begun, going = (self._many(items, results) for items in (self.row.items[:-last], self.row.items[-last:]))
-            found["mean"], found["last"] = (begun + going) / len(self.row.items), going / last
+            items, last = self.row.items, len(self.row.items) // STEPS // 3
+            parts = [self._many(items[i : i + STEPS], results) / STEPS for i in range(0, len(items), STEPS)]
+            found["mean"], found["last"] = statistics.mean(parts), statistics.mean(parts[-last:])
+            found["windows"] = [statistics.mean(parts[i : i + 4]) for i in range(len(parts) - 3)]
             found["losses"] = [float(value) for value in results if value is not None]
         gc.collect()
         torch.cuda.empty_cache()
@@ -221,6 +224,9 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
         text = f"{result[name]:.3f}" if name in result else "-"
         return f"{text} ({result[name] / base[name]:.2f})" if name in result and name in base else text
 
+    worst = "-"
+    if "windows" in result and "windows" in base:
+        worst = f"{max(a / b for a, b in zip(result['windows'], base['windows'], strict=True)):.2f}"
     equal = "-"
     if result.get("losses") and base.get("losses"):
         difference = max(abs(a - b) for a, b in zip(result["losses"], base["losses"], strict=True))
@@ -233,6 +239,7 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
         result["side"],
         *map(times, ("first", "second", "later")),
         *map(steps, ("mean", "last")),
+        worst,
         equal,
         *numbers,
         errors[:90],
@@ -240,7 +247,20 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    header = ["row", "side", "first us", "second", "later", "mean ms", "last", "losses", "device", "reserved", "host"]
+    header = [
+        "row",
+        "side",
+        "first us",
+        "second",
+        "later",
+        "mean ms",
+        "last",
+        "worst",
+        "losses",
+        "device",
+        "reserved",
+        "host",
+    ]
     header += ["captures", "executables", "recompiled", ""]
     return "\n".join(streams.aligned([header, *[_cells(result, results) for result in results]]))
 
