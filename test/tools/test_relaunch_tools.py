@@ -57,6 +57,7 @@ class TestCheck(unittest.TestCase):
     def test_what_is_alive_is_asked_of_the_overlay(self) -> None:
         """By names, since programs also run where nothing has loaded the modules: a name that is gone says nothing."""
         from relaunch_programs._check import ALIVE, overlay_says, REFUSALS
+        from torch_overlay._inductor.relaunch import causes, runners  # noqa: F401
 
         self.assertIn("templates", overlay_says(*ALIVE, {}))
         self.assertIsInstance(overlay_says(*REFUSALS, None), list)
