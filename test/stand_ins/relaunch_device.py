@@ -428,6 +428,8 @@ class Generator:
 
 class FakeDevice:
     index = 0
+    stream_of = raw_alloc = raw_delete = None
+    functions = 0, 0, 0  # of torch, in C
 
     def __init__(self) -> None:
         relaunch_driver.driver().library.stub_reset()

@@ -110,9 +110,9 @@ def relaunch() -> Callable[[], Any]:
     from torch_overlay._inductor.relaunch.runner import Runner
 
     _fill_low_addresses()
-    device = _process.enter_context(relaunch_device.fake_device())
+    device: Any = _process.enter_context(relaunch_device.fake_device())
     allocate = [device.empty]
-    device.empty = lambda *args: allocate[0](*args)  # pyrefly: ignore[bad-assignment]
+    device.empty = lambda *args: allocate[0](*args)
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
     exec(REGION, scope)
     run = Runner(scope["region"], CodeFacts("the region", 0, static_inputs=(2,)), device)

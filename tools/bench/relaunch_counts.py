@@ -60,7 +60,7 @@ def figures(name: str) -> records.Figures:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(relaunch_device, "ARENA", ARENA))
         stack.enter_context(mock.patch.object(arrange, "SMALL", 0))
-        device = stack.enter_context(relaunch_device.fake_device())
+        device: Any = stack.enter_context(relaunch_device.fake_device())
 
         def compiled(module: Any, inputs: Any, is_backward: bool = False) -> Any:
             def region(args: list[Any]) -> tuple[Any, ...]:

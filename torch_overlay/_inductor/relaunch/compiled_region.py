@@ -26,6 +26,7 @@ from torch_overlay._inductor.relaunch.governor import Governor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
@@ -69,7 +70,7 @@ class CompiledRegion:
     """A compiled function (`model`) with its description, and the device that it runs on. `outside`: calls that ran as
     compiled, by the code of the cause; `governor`: the time that they took, and that of graphs."""
 
-    def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Any) -> None:
+    def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Cuda) -> None:
         self.model, self.code, self.device = model, code, device
         self.outside: Counter[str] = Counter()
         self.governor = Governor()

@@ -55,6 +55,7 @@ from torch_overlay.csrc import DriverError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.launch.staged import Graph
@@ -145,11 +146,11 @@ class FirstRuns:
 class Runner:
     """Runs the calls of a region. `plan`: that of the latest size that was observed."""
 
-    def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Any = None) -> None:
+    def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Cuda | None = None) -> None:
         if device is None:
-            from torch_overlay._inductor.relaunch.capture.device import Cuda
+            from torch_overlay._inductor.relaunch.capture import device as devices
 
-            device = Cuda(code.device)
+            device = devices.Cuda(code.device)
         self.code = code
         self.region = CompiledRegion(model, code, device)
         self.keys = CallKeys(code)

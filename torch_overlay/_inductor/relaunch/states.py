@@ -35,6 +35,7 @@ from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.launch.staged import Graph
@@ -220,7 +221,7 @@ class CallKeys:
         self._key(positions)
         return tuple([key[i] for i in kept])
 
-    def place_seeds(self, inputs: list[Any], device: Any) -> None:
+    def place_seeds(self, inputs: list[Any], device: Cuda) -> None:
         """Move seeds to the device that are in host memory because the forward ran as compiled."""
         on_host = [k for k in self.seeds if not capture.is_region(inputs[k])]
         if on_host and not device.is_capturing():

@@ -38,6 +38,7 @@ from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.memory.outputs import Sized
     from torch_overlay._inductor.relaunch.memory.packing import Life
@@ -61,7 +62,7 @@ class CaptureRequest(NamedTuple):
     aligned. `numbers`: values of the inputs that a launch is to compute with, by position. `is_shared`: the executable
     may be that of another size, `sizes.sizes`."""
 
-    device: Any
+    device: Cuda
     model: Callable[[list[Any]], Any]
     inputs: Sequence[Any]
     alignments: Sequence[int]

@@ -50,6 +50,8 @@ from torch_overlay._inductor.relaunch.numbers.expressions import RegisterProgram
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
+    from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher
     from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout, Sized
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
@@ -97,14 +99,14 @@ def bind(relaunch: Relaunch) -> Any:
         replay=launcher.replay,
         direct=launcher.direct,
         raw=(
-            getattr(device, "raw_alloc", None),
-            getattr(device, "raw_delete", None),
+            device.raw_alloc,
+            device.raw_delete,
             size,
-            getattr(device, "functions", (0, 0, 0)),
+            device.functions,
         ),
         current=device.current,
         index=device.index,
-        stream_of=getattr(device, "stream_of", None),
+        stream_of=device.stream_of,
         is_capturing=device.is_capturing,
         misaligned=Misaligned,
         counters=counters,
@@ -180,7 +182,12 @@ class Relaunch:
     try_launch: Callable[[list[Any]], tuple[Any, ...] | None] | None
 
     def __init__(
-        self, device: Any, layout: OutputLayout, launcher: Any, alignments: Sequence[int], sized: Sized | None = None
+        self,
+        device: Cuda,
+        layout: OutputLayout,
+        launcher: Launcher | ByNode,
+        alignments: Sequence[int],
+        sized: Sized | None = None,
     ) -> None:
         """`sized`: what a launch computes from the region's sizes."""
         self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments

@@ -21,14 +21,16 @@ from torch_overlay._inductor.relaunch.numbers.traced import values_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
+    from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher
     from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
 
 def launchable(
-    device: Any,
+    device: Cuda,
     arrangement: Arrangement,
-    launchers: Sequence[Any],
+    launchers: Sequence[Launcher | ByNode],
     alignments: Sequence[int],
 ) -> Relaunch | Split:
     if arrangement.stages:
@@ -43,9 +45,9 @@ class Split:
 
     def __init__(
         self,
-        device: Any,
+        device: Cuda,
         arrangement: Arrangement,
-        launchers: Sequence[Any],
+        launchers: Sequence[Launcher | ByNode],
         alignments: Sequence[int],
     ) -> None:
         self.device, self.layout, self.template = device, arrangement.layout, arrangement.template

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
     from torch_overlay._inductor.relaunch.proof.nodes import Node, Template
 
@@ -105,7 +106,7 @@ class Sizes:
         return len(list(itertools.islice(others, OWN))) == OWN
 
     def launchers(
-        self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
+        self, device: Cuda, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
     ) -> tuple[Arrangement, list[Any]]:
         """Return an arrangement of the captured graph, and launchers that follow it: of an executable that the graph
         fits, without one, or of a new one. Raises NoExecutable if there must be a new one, and calls were left out of
@@ -125,7 +126,7 @@ class Sizes:
                 return arrangement, [a.with_template(t) for a, t in zip(executable.launchers, templates, strict=True)]
         order = device.order_of(captured, graph)
         self.goes_by_node = order is not None and len(self.executables) >= min(MOST, self.bound)
-        if self.goes_by_node:
+        if order is not None and self.goes_by_node:
             count = len(graph.nodes)
             arrangement = arrange(proven, self.stage_cuts.get(count, ()))
             self.stage_cuts[count] = arrangement.stage_cuts
