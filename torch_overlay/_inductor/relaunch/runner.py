@@ -1,22 +1,26 @@
-"""Runs a compiled region at its first call, captures it as a graph at the second, and launches the graph from then on.
+"""Serves the calls of a compiled region, by a graph or as compiled.
 
-    call 1   of a key, in a thread: the region runs as compiled, and libraries and Triton choose their kernels
-    call 2   the region is captured (`capture`), and the graph is launched; beyond the first keys, when it pays
-             (`governor`)
-    call n   the graph is launched (`relaunch`)
+The key of a call is made of the inputs that are not tensors on the device (`CallKeys`), and each key has a state
+(`states`). The first rule that applies serves a call; calls that run as compiled count by their cause (`causes`).
 
-A region whose kernels are all Triton's gets a graph for any size at the first call with a second size
-(`AnySizeGraph`).
+    rule                                                           action                              cause
+    the only state needs no key, and its graph can be launched     launch it (`launch`)
+    the state of the key, or that of any size, has a graph         launch it
+    the caller captures, or a launch is under way in this thread   run as compiled                     callers-capture
+    all kernels are Triton's, and a second size came               capture for any size, and launch
+    too many keys have come in a row, and this one is new          run as compiled                     first-calls
+    the region was captured for too many keys                      run as compiled                     templates
+    the state was refused                                          run as compiled                     of the refusal
+    the first call of the key in this thread                       run as compiled, and note it        warm-up
+    the key is beyond the first ones, and can't pay (`governor`)   run as compiled                     size-waits
+    a number of the key is unfit for the graph                     run as compiled                     number
+    another thread captures, or has dropped the graph              run as compiled                     busy
+    otherwise                                                      capture (`region_graphs`), launch
 
-The key of a call is made of the inputs that are not tensors on the device (`CallKeys`). Each key has its own state
-(`states`). What the first call shows is the plan for the capture (`FirstRuns`), which makes the graph of the state
-(`region_graphs`).
-
-Runs a region as compiled, and finds out what its capture has to know: which allocations become outputs, which inputs
-are seeds of attention or are freed, how far random generators advance.
-
-The first run with some sizes is observed in full. The allocations of a further one, or of one in another thread, are
-the same; which inputs are large is not.
+In the first call of a key, libraries and Triton choose their kernels, and what it does is the plan of the capture
+(`FirstRuns`): which allocations become outputs, which inputs are seeds of attention or are freed, how far random
+generators advance. The first one with some sizes is observed in full. The allocations of a further one, or of one in
+another thread, are the same; which inputs are large is not.
 """
 
 from __future__ import annotations
