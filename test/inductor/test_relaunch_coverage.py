@@ -93,7 +93,7 @@ class TestCounts(RelaunchTestCase):
         kept = list(run.states)
         self.calls(run, 3, 100)  # remembered, warmed up for, captured
         self.assertEqual(run.states.captures, 1)
-        self.assertEqual(len(run.states), 2)
+        self.assertEqual(len(run.states), 8, "four for each graph that is kept")
         self.assertIn(kept[-1], run.states)
         self.calls(run, 2, 101)  # the capture has begun a new count
         self.assertEqual(run.states.captures, 2)

@@ -26,9 +26,11 @@ SHARE = 0.03
 
 class Governor:
     """What graphs have cost a region, and what they bring, in seconds of the host. `spent`: on captures, also failed
-    ones; `capture`: on the latest; `without`: in calls without a graph."""
+    ones; `capture`: on the latest; `without`: in calls without a graph; `captures`: how many there were since the
+    graphs were last forgotten."""
 
     def __init__(self) -> None:
+        self.captures = 0
         self.spent = self.capture = self.without = 0.0
         self._call = self._launch = float("inf")  # the shortest
 
@@ -40,6 +42,7 @@ class Governor:
         self._launch = min(self._launch, seconds)
 
     def note_capture(self, seconds: float) -> None:
+        self.captures += 1
         self.spent, self.capture = self.spent + seconds, seconds
 
     def saved(self, launches: int) -> float:

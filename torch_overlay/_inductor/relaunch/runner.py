@@ -52,6 +52,7 @@ from torch_overlay._inductor.relaunch.launch.staged import launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.on_reset import listen
 from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph, RegionGraphs
+from torch_overlay._inductor.relaunch.sizes import sizes
 from torch_overlay._inductor.relaunch.states import CallKeys, States
 from torch_overlay.csrc import DriverError
 
@@ -225,7 +226,7 @@ class Runner:
 
     def _waits(self, state: State) -> bool:
         """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]."""
-        if state.relaunch is not None or not self.states.is_shared(state):
+        if state.relaunch is not None or self.governor.captures < sizes.OWN:
             return False
         return not self.governor.affords_capture(state.waited, self.states.launched)
 
@@ -345,6 +346,7 @@ class Runner:
             dropped = self.states.forget()
             self.keys.key_of = self.plan = None
             self.any_size = AnySizeGraph()
+            self.governor.captures = 0
         dropped.clear()
 
     # -- what `coverage` counts

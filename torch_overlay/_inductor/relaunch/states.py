@@ -1,6 +1,7 @@
 """Keeps what a region has for each key of its calls: `States`.
 
-The least recently used state is dropped when there are too many. A region whose keys don't come again is captured for a
+The least recently used state is dropped when there are too many graphs, or too many states; then one without a graph,
+if there is one. A region whose keys don't come again is captured for a
 bounded number of times.
 
 Chooses the inputs of a region that are in the key of a call: those that are not tensors on the device.
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.staged import Graph
 
 
-TABLES = 4  # so many times more sizes are kept if they share executables
+TABLES = 4  # so many times more states are kept than graphs, and graphs if they share executables
 
 
 class State:
@@ -109,10 +110,13 @@ class States(OrderedDict[Any, State]):
         often."""
         with self.lock:
             state = self.get(key)
-            if state is None and not self.has_captured_enough:
+            if state is not None:
+                self.move_to_end(key)
+            elif not self.has_captured_enough:
                 state = self[key] = State()
-                while len(self) > self.bound * (TABLES if self.sizes.executables else 1):
-                    self.drop(next(iter(self)))
+                while len(self) > TABLES * self.bound:
+                    others = (k for k, each in self.items() if each.relaunch is None and each is not state)
+                    self.drop(next(others, next(iter(self))))
             return state
 
     def defers_observation(self, key: Any) -> bool:
@@ -154,6 +158,10 @@ class States(OrderedDict[Any, State]):
         with self.lock:
             self.launched_before += launches_of(state.relaunch)
             state.relaunch, state.shared, self.try_launch = relaunch, shared, None
+            graphs = [key for key, each in self.items() if each.relaunch is not None]
+            most = self.bound * (TABLES if self.sizes.executables else 1)
+            for key in graphs[: max(len(graphs) - most, 0)]:
+                self.drop(key)
 
     def drop_unkept(self) -> None:
         """Drop the graphs whose shared executable is kept no longer."""

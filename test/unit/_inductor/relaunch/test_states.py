@@ -10,7 +10,7 @@ import form  # noqa: F401
 from torch_overlay._inductor.relaunch import attention_seeds, causes, keys
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.causes import CodeFacts
-from torch_overlay._inductor.relaunch.states import CallKeys
+from torch_overlay._inductor.relaunch.states import CallKeys, States
 
 
 DEVICE = torch.device("cpu")
@@ -22,6 +22,30 @@ def on_device(*size):
 
 def on_host(value):
     return torch.tensor(value)
+
+
+class TestStates(TestCase):
+    def make(self, graphs=(), waiting=()):
+        """States of a region that keeps two graphs: those of these keys have one, or have none yet."""
+        made = States(2, 0)
+        for key in (*graphs, *waiting):
+            state = made.of(key)
+            if key in graphs:
+                made.set_graph(state, SimpleNamespace(stages=[SimpleNamespace(totals=(1, 0))]))
+        return made
+
+    def test_sizes_that_wait_take_no_graph_s_place(self):
+        made = self.make("ab", "12345678")
+        self.assertEqual("".join(made), "ab345678")
+        made.of("3")
+        made.of("9")
+        self.assertEqual("".join(made), "ab567839", "the one that came last a long time ago is dropped")
+
+    def test_graph_takes_the_place_of_the_one_that_was_launched_a_long_time_ago(self):
+        made = self.make("ab", "1")
+        made.touch("a")
+        made.set_graph(made.of("1"), SimpleNamespace(stages=[SimpleNamespace(totals=(0, 0))]))
+        self.assertEqual(("".join(made), made.launched()), ("a1", 2))
 
 
 class TestCallKeys(TestCase):
