@@ -2,9 +2,10 @@
 
 `TestPrograms` compiles the training programs of the corpus without a GPU, and runs forward and backward together on a
 simulated device (`check_step`). The other classes show one rule or one hazard each; "(S1)" names a silent bug of
-upstream's. `TestGpu` compares each program with ordered eager under injected delays.
+upstream's. `test_user_streams` compares each program on a GPU with ordered eager under injected delays.
 """
 
+import contextlib
 import copy
 import functools
 import re
@@ -19,7 +20,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
 import form
-from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
+from stream_programs import _program, by_name, gpu, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
@@ -35,7 +36,7 @@ from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 WRITTEN = [p.name for p in PROGRAMS if p.group.startswith("training")]
 DRAWN = [p.name for p in PROGRAMS if p.group == "random_training"]
-PAIRS = [(p.name, mode or "default") for p in PROGRAMS if p.name in WRITTEN for mode in p.modes]
+PAIRS = corpus.cases(by_name(name) for name in WRITTEN)
 
 # Other frames, or the caller, order what these leave unjoined: one wrapper can't show that.
 SYMBOLIC = ("train_dynamic_shapes",)
@@ -61,32 +62,21 @@ PASSED_THROUGH = (  # by gradients, and nothing else: a backward's only operatio
 
 
 @functools.cache
-def compile_step(name: str, mode: str | None = None, sleeps: bool = False, fold: bool = False) -> Compiled:
-    """Compile the frames of a training step. Small branches stay on their streams unless `fold` is set."""
-    return run_step(name, mode, sleeps, fold)[0]
+def compile_step(name: str, mode: str | None = None, **kwargs: bool) -> Compiled:
+    """Compile the frames of a training step."""
+    return corpus.compile_program(by_name(name), mode, **kwargs)[0]
 
 
-def run_step(name: str, mode: str | None, sleeps: bool, fold: bool) -> tuple[Compiled, list[str]]:
-    """The compiled step's frames, and what it returns."""
-    torch._dynamo.reset()
-    threshold = config.fold_branches_below_us if fold else 0.0
-    program = by_name(name)
-    with simulated_gpu(program.devices), observe() as seen, config.patch(fold_branches_below_us=threshold):
-        returned = _returned(program, program.instance(program.compiler(mode), sleeps))
-    return seen, returned
-
-
-def _returned(program: Program, instance: Instance) -> list[str]:
+def values(returned: Any) -> list[str]:
     """Gradients are counted by the leaves that have one: None is no value."""
-    outputs = instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
-    return [f"{v.dtype} {[*v.shape]} on {v.device}" for v in gpu._values(outputs) if isinstance(v, torch.Tensor)]
+    return [f"{v.dtype} {[*v.shape]} on {v.device}" for v in gpu._values(returned) if isinstance(v, torch.Tensor)]
 
 
 @functools.cache
 def returned_in_eager(name: str) -> list[str]:
     program = by_name(name)
     with simulated_gpu(program.devices):
-        return _returned(program, program.instance())
+        return values(program.instance().fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1))))
 
 
 def region(seen: Compiled, kind: str) -> Any:
@@ -95,16 +85,12 @@ def region(seen: Compiled, kind: str) -> Any:
     return copy.copy(found)
 
 
-def mode_of(text: str) -> str | None:
-    return None if text == "default" else text
-
-
 @instantiate_parametrized_tests
 class TestPrograms(TestCase):
     def check(self, name: str, mode: str | None = None, **kwargs: bool) -> None:
-        seen, returned = run_step(name, mode, kwargs.get("sleeps", False), kwargs.get("fold", False))
+        seen, returned = corpus.compile_program(by_name(name), mode, **kwargs)
         if name not in LAUNCHES:
-            self.assertEqual(returned, returned_in_eager(name))
+            self.assertEqual(values(returned), returned_in_eager(name))
         if by_name(name).fullgraph:
             self.assertEqual([str(b) for b in seen.graph_breaks], [])
         for r in seen.regions:
@@ -129,12 +115,12 @@ class TestPrograms(TestCase):
 
     @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_compiles(self, name: str, mode: str) -> None:
-        self.check(name, mode_of(mode))
+        self.check(name, corpus.mode_of(mode))
 
     @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_keeps_what_eager_promises(self, name: str, mode: str) -> None:
         """The whole step, with the caller around it: also of frees by frames that know no streams."""
-        report = corpus.check_program(by_name(name), mode_of(mode))
+        report = corpus.check_program(by_name(name), corpus.mode_of(mode))
         self.assertEqual(corpus.findings(report), [], report)
         self.assertEqual(corpus.needless(by_name(name), report), [])
 
@@ -513,15 +499,9 @@ class TestPartition(TestCase):
     """Streams don't change what is saved and what is computed again."""
 
     def saved_bytes(self, name: str, streams: bool) -> int:
-        program = by_name(name)
-        torch._dynamo.reset()
-        with simulated_gpu(program.devices), observe() as seen:
-            if streams:
-                instance = program.instance(program.compiler(None))
-            else:
-                with mock.patch.object(Kit, "stream", lambda *args, **kwargs: torch.cuda.current_stream()):
-                    instance = program.instance(program.compiler(None))
-            instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
+        current = mock.patch.object(Kit, "stream", lambda *args, **kwargs: torch.cuda.current_stream())
+        with contextlib.nullcontext() if streams else current:
+            seen, _ = corpus.compile_program(by_name(name), fold=True)
         has_streams = bool(re.search("# stream [1-9]", "".join(seen.graphs)))
         self.assertEqual(has_streams, streams and name not in DEAD_BRANCHES)
         pairs = [
@@ -879,23 +859,3 @@ class TestCompiledAutograd(TestCase):
         marked = re.search(r"aten\.mul\.Tensor\(.*, 2\)  # stream (\d)", seen.regions[0].graph)
         assert marked is not None
         self.assertEqual(marked[1], stream)
-
-
-@form.needs_gpu
-@instantiate_parametrized_tests
-class TestGpu(TestCase):
-    """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
-
-    def check(self, name: str, mode: str, sleeps: bool) -> None:
-        if by_name(name).devices > gpu.devices():
-            self.skipTest(f"needs {by_name(name).devices} GPUs")
-        with config.patch(fold_branches_below_us=0.0):
-            gpu.check(by_name(name), mode_of(mode), sleeps=sleeps)
-
-    @parametrize("name,mode", PAIRS)
-    def test_delays_outside(self, name: str, mode: str) -> None:
-        self.check(name, mode, sleeps=False)
-
-    @parametrize("name,mode", PAIRS)
-    def test_delays_inside(self, name: str, mode: str) -> None:
-        self.check(name, mode, sleeps=True)

@@ -15,11 +15,12 @@ from unittest import mock
 
 import corpus
 import torch
+from corpus import compile_program, mode_of
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
-from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
+from stream_programs import by_name, gpu, Program, PROGRAMS
 from torch_overlay import config
 from torch_overlay._inductor.streams.runtime import aligned, EventRegion, region, Spec, write_back
 from torch_overlay.analysis import check_wrapper
@@ -28,7 +29,8 @@ from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 FORWARD = [p for p in PROGRAMS if not p.name.startswith("train_")]  # the others: test/functorch
 NAMES = [p.name for p in FORWARD]
-PAIRS = [(p.name, mode or "default") for p in FORWARD for mode in p.modes]
+PAIRS = corpus.cases(FORWARD)
+ON_GPU = corpus.cases(p for p in PROGRAMS if p in FORWARD or p.group.startswith("training"))
 MISALIGNED = [(p.name, mode) for p in PROGRAMS if "misaligned" in p.name for mode in ("default", "reduce-overhead")]
 
 # What a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
@@ -39,24 +41,8 @@ FORBIDDEN_OPERATORS = re.compile(rf"torch\.ops\.streams\.(?!synchronize_device|{
 HOST_WAIT = re.compile(r"\.synchronize\(\)|synchronize_device|\.item\(\)")
 
 
-def compile_program(
-    program: Program, mode: str | None = None, sleeps: bool = False, fold: bool = False
-) -> tuple[Compiled, Instance]:
-    """Compile a program down to wrapper text. Small branches stay on their streams unless `fold` is set."""
-    torch._dynamo.reset()
-    threshold = config.fold_branches_below_us if fold else 0.0
-    with simulated_gpu(2), observe() as seen, config.patch(fold_branches_below_us=threshold):
-        instance = program.instance(program.compiler(mode), sleeps)
-        instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
-    return seen, instance
-
-
 def compiled(name: str, mode: str | None = None, **kwargs: Any) -> Compiled:
     return compile_program(by_name(name), mode, **kwargs)[0]
-
-
-def mode_of(text: str) -> str | None:
-    return None if text == "default" else text
 
 
 def complete(wrapper: str) -> bool:
@@ -69,7 +55,7 @@ class TestCorpus(TestCase):
     """Each program compiles, in one graph unless it breaks one on purpose, to a wrapper that orders what it must."""
 
     def check(self, name: str, mode: str | None, **kwargs: bool) -> None:
-        self.look_at(by_name(name), mode, compile_program(by_name(name), mode, **kwargs)[0])
+        self.look_at(by_name(name), mode, compiled(name, mode, **kwargs))
 
     def look_at(self, program: Program, mode: str | None, seen: Compiled) -> None:
         if program.fullgraph:
@@ -111,9 +97,7 @@ class TestCorpus(TestCase):
     def test_streams_of_two_devices_under_reduce_overhead(self) -> None:
         """The boundary around all partitions orders streams of both devices, and no partition changes the device."""
         for sleeps in (False, True):
-            program = by_name("streams_of_two_devices")
-            seen, _ = compile_program(program, "reduce-overhead", sleeps=sleeps)
-            (wrapper,) = seen.wrappers
+            (wrapper,) = compiled("streams_of_two_devices", "reduce-overhead", sleeps=sleeps).wrappers
             compile(wrapper, "wrapper", "exec")
             self.assertNotIn("def partition_", wrapper)
             outer = re.search(r"^_outer = region\(\n((?:    .*\n)*)\)", wrapper, re.MULTILINE)
@@ -123,7 +107,7 @@ class TestCorpus(TestCase):
 
     def test_streams_of_another_device_than_the_callers_under_reduce_overhead(self) -> None:
         """The forward is called on device 0 and runs on device 1; the engine calls its backward on device 1."""
-        seen, _ = compile_program(by_name("train_on_second_device"), "reduce-overhead")
+        seen = compiled("train_on_second_device", "reduce-overhead")
         captured = {region.kind: "def partition_0(" in (region.wrapper or "") for region in seen.regions}
         self.assertEqual(captured, {"forward": False, "backward": True})
 
@@ -140,9 +124,9 @@ class TestCorpus(TestCase):
     )
     def test_misaligned_inputs_are_realigned_in_order(self, name: str) -> None:
         """The copy is made on the reader's stream, and the original isn't freed before that copy has been made."""
-        seen, _ = compile_program(by_name(name))
+        (wrapper,) = compiled(name).wrappers
         for owned in (False, True):
-            check_wrapper(seen.wrappers[0], owned=owned, misaligned=True).raise_if_any()
+            check_wrapper(wrapper, owned=owned, misaligned=True).raise_if_any()
 
     @parametrize("name,mode", form.sampled(MISALIGNED, 5))
     def test_misaligned_inputs_keep_what_eager_promises(self, name: str, mode: str) -> None:
@@ -1027,10 +1011,10 @@ class TestGpu(TestCase):
         with config.patch(fold_branches_below_us=0.0):
             gpu.check(program, mode_of(mode), sleeps=sleeps)
 
-    @parametrize("name,mode", PAIRS)
+    @parametrize("name,mode", ON_GPU)
     def test_delays_outside(self, name: str, mode: str) -> None:
         self.check(name, mode, sleeps=False)
 
-    @parametrize("name,mode", PAIRS)
+    @parametrize("name,mode", ON_GPU)
     def test_delays_inside(self, name: str, mode: str) -> None:
         self.check(name, mode, sleeps=True)
