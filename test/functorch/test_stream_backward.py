@@ -520,7 +520,6 @@ class TestPartition(TestCase):
     @simulated_gpu()
     def test_operation_of_two_streams_is_saved_once_and_stays_on_both(self) -> None:
         """Both branches take `exp(x)`; in the program without streams there is one."""
-        torch._dynamo.reset()
         sides = [torch.cuda.Stream() for _ in range(2)]
         weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2)]
 
@@ -565,8 +564,24 @@ def _bytes(text: str) -> int:
     return count
 
 
+def on_side(side: torch.Stream, weight: torch.Tensor | None = None) -> Any:
+    def forward(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x @ (x if weight is None else weight)
+        torch.cuda.current_stream().wait_stream(side)
+        return (y * x).sum()
+
+    return torch.compile(forward, fullgraph=True)
+
+
 class TestTable(TestCase):
     """Which stream objects a backward runs with."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(simulated_gpu())
+        self.x = torch.randn(8, 8, device="cuda", requires_grad=True)
 
     def tables(self, run: Any) -> list[list[int]]:
         """The streams of each backward, as they are installed for its run."""
@@ -581,32 +596,16 @@ class TestTable(TestCase):
             run()
         return found
 
-    def make(self, side: torch.Stream) -> Any:
-        def forward(x):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                y = x @ x
-            torch.cuda.current_stream().wait_stream(side)
-            return (y * x).sum()
-
-        return torch.compile(forward, fullgraph=True)
-
-    @simulated_gpu()
     def test_each_backward_has_its_forward_s_streams(self) -> None:
         """Upstream gives all of them the streams of the first function that the process compiled (S1)."""
-        torch._dynamo.reset()
         sides = [torch.cuda.Stream() for _ in range(3)]
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        losses = [self.make(side)(x) for side in sides]
+        losses = [on_side(side)(self.x) for side in sides]
         found = self.tables(lambda: [loss.backward() for loss in losses])
         self.assertEqual([table[1] for table in found], [s.stream_id for s in sides])
 
-    @simulated_gpu()
     def test_table_is_gone_after_the_backward(self) -> None:
         """It would live on in autograd's thread, and a forward that is computed again there could hand it on."""
-        torch._dynamo.reset()
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        loss = self.make(torch.cuda.Stream())(x)
+        loss = on_side(torch.cuda.Stream())(self.x)
         loss.backward(retain_graph=True)
         self.assertIsNone(objects.current())
         failure = mock.patch.object(objects, "_run_with", side_effect=RuntimeError("a kernel fails"))
@@ -615,25 +614,19 @@ class TestTable(TestCase):
         self.assertIsNone(objects.current())
         self.assertIsNone(hooks._thread.table)
 
-    @simulated_gpu()
     def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
-        torch._dynamo.reset()
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        loss = self.make(torch.cuda.Stream())(x)
+        loss = on_side(torch.cuda.Stream())(self.x)
         leave = objects.enter(torch.cuda.current_stream())
         outer = objects.current()
         loss.backward()
         self.assertIs(objects.current(), outer)
         leave()
 
-    @simulated_gpu()
     def test_backward_of_another_thread(self) -> None:
-        torch._dynamo.reset()
         side = torch.cuda.Stream()
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        fn = self.make(side)
-        fn(x).backward()
-        loss, found = fn(x), []
+        fn = on_side(side)
+        fn(self.x).backward()
+        loss, found = fn(self.x), []
 
         def run() -> None:
             found.extend(self.tables(loss.backward))
@@ -643,13 +636,10 @@ class TestTable(TestCase):
         thread.join()
         self.assertEqual([table[1] for table in found], [side.stream_id])
 
-    @simulated_gpu()
     def test_backward_compiled_after_other_frames_knows_its_own_objects(self) -> None:
         """A backward is compiled at its first call; the numbers of streams then are another frame's."""
-        torch._dynamo.reset()
         from torch_overlay import frame_facts
 
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
 
         def forward(x):
@@ -661,8 +651,8 @@ class TestTable(TestCase):
                 torch.cuda.current_stream().wait_stream(side)
             return x.sum()
 
-        loss = torch.compile(forward, fullgraph=True)(x)
-        self.make(two)(x.detach())
+        loss = torch.compile(forward, fullgraph=True)(self.x)
+        on_side(two)(self.x.detach())
         described = []
         current = frame_facts.current
         with mock.patch.object(frame_facts, "current", lambda: described.append(current()) or described[-1]):
@@ -671,7 +661,6 @@ class TestTable(TestCase):
         origins = [sorted(i.origin for i in facts.objects) for facts in described]
         self.assertEqual(origins, [["caller", "current", "frame"]] * len(origins))
 
-    @simulated_gpu()
     def test_engine_that_knows_no_stream_is_ordered_behind_the_forward(self) -> None:
         """The only output is on the host, so autograd runs the node under whatever stream is current."""
         forward, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -698,16 +687,6 @@ class TestCompiledAutograd(TestCase):
         found = [r for r in compile_step(name, mode).regions if r.kind == "inference"]
         self.assertTrue(found)
         return found
-
-    def make(self, side: torch.Stream, weight: torch.Tensor) -> Any:
-        def forward(x):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                a = x @ weight
-            torch.cuda.current_stream().wait_stream(side)
-            return (a * x).sum()
-
-        return torch.compile(forward, fullgraph=True)
 
     def enabled(self) -> Any:
         return torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True), dynamic=False)
@@ -740,7 +719,6 @@ class TestCompiledAutograd(TestCase):
     @simulated_gpu()
     def test_each_call_has_the_streams_of_its_own_forwards(self) -> None:
         """One graph serves all calls; it must not keep the streams that it was traced with."""
-        torch._dynamo.reset()
         sides = [torch.cuda.Stream() for _ in range(3)]
         weight = torch.randn(8, 8, device="cuda", requires_grad=True)
         x = torch.randn(8, 8, device="cuda")
@@ -751,7 +729,7 @@ class TestCompiledAutograd(TestCase):
             found.append([s.stream_id for s in table if isinstance(s, torch.Stream)])
             return enter(*table)
 
-        functions = [self.make(side, weight) for side in sides]
+        functions = [on_side(side, weight) for side in sides]
         for turn in ((0, 1), (1, 2), (2, 0)):
             loss = functions[turn[0]](x) + functions[turn[1]](x)
             found.clear()
@@ -762,11 +740,10 @@ class TestCompiledAutograd(TestCase):
 
     @simulated_gpu()
     def test_call_under_another_stream_than_the_forward_s(self) -> None:
-        torch._dynamo.reset()
         forward, other = torch.cuda.Stream(), torch.cuda.Stream()
         weight = torch.randn(8, 8, device="cuda", requires_grad=True)
         with torch.cuda.stream(forward):
-            loss = self.make(torch.cuda.Stream(), weight)(torch.randn(8, 8, device="cuda"))
+            loss = on_side(torch.cuda.Stream(), weight)(torch.randn(8, 8, device="cuda"))
         calls: list[tuple[int, int]] = []
 
         def wait(self: Any, stream: Any) -> None:
@@ -778,11 +755,10 @@ class TestCompiledAutograd(TestCase):
 
     @simulated_gpu()
     def test_backward_that_fails_while_it_is_traced_leaves_the_next_one_its_streams(self) -> None:
-        torch._dynamo.reset()
         weight = torch.randn(8, 8, device="cuda", requires_grad=True)
         x = torch.randn(8, 8, device="cuda")
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        run_one, run_two = self.make(one, weight), self.make(two, weight)
+        run_one, run_two = on_side(one, weight), on_side(two, weight)
         failure = mock.patch.object(compiled_backward, "mark", side_effect=RuntimeError("the trace fails"))
         with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
             (run_one(x) + run_one(x)).backward()
@@ -802,7 +778,6 @@ class TestCompiledAutograd(TestCase):
     @simulated_gpu()
     def test_configuration_flag(self) -> None:
         """`torch._dynamo.config.compiled_autograd`, and a backward inside of the compiled function."""
-        torch._dynamo.reset()
         side = torch.cuda.Stream()
         weight = torch.randn(64, 64, device="cuda", requires_grad=True)
 
@@ -821,7 +796,6 @@ class TestCompiledAutograd(TestCase):
     @simulated_gpu()
     def test_stream_operations_of_a_custom_backward(self) -> None:
         """They name objects by the forward's numbers, which are others in this graph."""
-        torch._dynamo.reset()
         first, side = torch.cuda.Stream(), torch.cuda.Stream()
         done = torch.cuda.Event()
 
