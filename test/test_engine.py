@@ -6,11 +6,9 @@ what concerns the real table runs in fresh interpreters.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
-import io
 import json
 import os
 import pickle
@@ -30,6 +28,7 @@ from unittest import mock
 
 import form
 from fake_upstream import FakeUpstream, HOLDER, OURS, UPSTREAM
+from printed import printed
 
 
 if not form.PATCHED:
@@ -897,9 +896,7 @@ EXITS = """
 class TestCommandLine(unittest.TestCase):
     def here(self, *arguments: str) -> tuple[int, str, str]:
         """The same, in this process."""
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = main(list(arguments))
-        return status, out.getvalue(), errors.getvalue()
+        return printed(main, list(arguments))
 
     def test_status_begins_with_the_machine_and_counts_seams(self) -> None:
         from torch_overlay.seam_table import SEAMS

@@ -1,8 +1,6 @@
 """`check` on compiled functions: what it finds, what it says, and the command line."""
 
 import collections
-import contextlib
-import io
 import itertools
 import re
 import tempfile
@@ -17,6 +15,7 @@ from torch._higher_order_ops.scan import scan
 from torch._inductor.test_case import TestCase
 
 import form
+from printed import printed
 from stream_programs import by_name
 from torch_overlay import config
 from torch_overlay._cli import commands
@@ -819,10 +818,11 @@ class TestCommandLine(TestCase):
             self.assertRegex(done.stdout, r"^in eager the function has \d race")
 
     def test_racy(self) -> None:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.py").write_text(PROGRAM)
-            self.assertEqual(commands.main(["check", f"{folder}/model.py:racy"]), 1)
-        self.assertRegex(out.getvalue(), r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
+            status, out, _ = printed(commands.main, ["check", f"{folder}/model.py:racy"])
+        self.assertEqual(status, 1)
+        self.assertRegex(out, r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 
     def test_reader_that_is_gone_changes_no_status(self) -> None:
         """Nor does the program fail, which prints there, too."""

@@ -20,6 +20,7 @@ import torch
 
 import form
 import torch_overlay
+from printed import printed
 from torch_overlay._cli import commands, doctor
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, Finding, Trial, Work
@@ -107,10 +108,7 @@ class CommandTests(unittest.TestCase):
         self.model.write_text(textwrap.dedent(MODEL))
 
     def run_command(self, *arguments: str) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = commands.main(["doctor", "--simulate", *arguments])
-        return status, out.getvalue(), err.getvalue()
+        return printed(commands.main, ["doctor", "--simulate", *arguments])
 
 
 TRAINS = """
@@ -308,8 +306,8 @@ class TestWhatIsSeen(CommandTests):
         script = self.script(PRINTS)
         done = form.fork_command("doctor", "--simulate", "--no-tries", "--json", script)
         self.assertEqual(json.loads(done.stdout)["target"], script)
-        for printed in ("loaded", "no newline", "the end"):
-            self.assertIn(printed, done.stderr)
+        for words in ("loaded", "no newline", "the end"):
+            self.assertIn(words, done.stderr)
 
     def test_each_process_draws_the_same_inputs(self) -> None:
         path = self.script(DRAWS)
@@ -417,10 +415,9 @@ class TestCommand(CommandTests):
         (self.folder / "leaves.py").write_text("import sys\ndef f(): sys.exit()\n")
         for target in (f"{self.folder}/exits.py:f", f"{self.folder}/leaves.py:f"):
             for command in ("check", "explain", "timeline"):
-                err = io.StringIO()
-                with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-                    self.assertEqual(commands.main([command, target]), 2)
-                self.assertRegex(err.getvalue(), r"(exits|leaves)\.py exited with (0|None)")
+                status, _, err = printed(commands.main, [command, target])
+                self.assertEqual(status, 2)
+                self.assertRegex(err, r"(exits|leaves)\.py exited with (0|None)")
             status, _, err = self.run_command(target)
             self.assertEqual(status, 2)
             self.assertRegex(err, r"(exits|leaves)\.py exited with (0|None)")

@@ -1,7 +1,6 @@
 """Timelines: the clock of a trace, the picture, the trace for Perfetto, profiles, the command line."""
 
 import contextlib
-import io
 import json
 import re
 import tempfile
@@ -16,6 +15,7 @@ from torch import nn
 from torch._inductor.test_case import TestCase
 
 import form
+from printed import printed
 from torch_overlay import config
 from torch_overlay._cli import commands, program
 from torch_overlay._functorch.offload import log
@@ -916,10 +916,7 @@ class TestCommand(TestCase):
         self.path.write_text(PROGRAM)
 
     def command(self, *argv: str) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = commands.main(["timeline", "--simulate", *argv])
-        return status, out.getvalue(), err.getvalue()
+        return printed(commands.main, ["timeline", "--simulate", *argv])
 
     def test_function_and_file_with_make(self) -> None:
         for target in (f"{self.path}:branch", str(self.path)):

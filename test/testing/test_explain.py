@@ -1,7 +1,6 @@
 """`python -m torch_overlay explain`: what it prints of a script and of a function."""
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -11,12 +10,8 @@ import textwrap
 
 from torch._dynamo.test_case import TestCase
 
-
-try:
-    import form
-except ImportError:  # run as a plain script
-    import form  # noqa: F401
-
+import form  # noqa: F401
+from printed import printed
 from torch_overlay import config
 from torch_overlay._cli import commands
 from torch_overlay._inductor.relaunch import causes
@@ -138,11 +133,8 @@ class Explain(TestCase):
             f.write(textwrap.dedent(PROGRAM))
 
     def explain(self, *argv):
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            self.code = commands.main(["explain", "--simulate", *argv])
-        self.errors = err.getvalue()
-        return out.getvalue()
+        self.code, out, self.errors = printed(commands.main, ["explain", "--simulate", *argv])
+        return out
 
     def test_function(self):
         text = self.explain(f"{self.path}:branch")

@@ -1,7 +1,5 @@
 """tools/apply_patches.py: applies to a pristine tree, refuses every other by name, and undoes itself byte for byte."""
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -21,6 +19,7 @@ import form
 import run_patched
 import series
 import tree_change
+from printed import printed
 from series import installed_root
 
 
@@ -77,11 +76,9 @@ class TestWholeSeries(unittest.TestCase):
     """On the files of the installed torch that the series changes."""
 
     def run_tool(self, *arguments: object) -> str:
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            status = apply_patches.main([*map(str, arguments)])
-        self.assertEqual(status, 0, output.getvalue())
-        return output.getvalue()
+        status, out, errors = printed(apply_patches.main, [*map(str, arguments)])
+        self.assertEqual((status, errors), (0, ""))
+        return out
 
     def test_apply_and_reverse_restore_every_byte(self) -> None:
         changes = [change for patch in series.whole_series() for change in patch.changes]
