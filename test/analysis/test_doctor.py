@@ -352,11 +352,6 @@ class TestCommand(CommandTests):
             self.assertRegex(err, message)
         self.assertIn("<html", page.read_text())
 
-    def test_script(self) -> None:
-        status, out, _ = self.run_command(str(self.model))
-        self.assertEqual(status, 0)
-        self.assertIn("[split-control-flow]", out)
-
     @form.slow
     def test_own_remedy_is_tried_on_the_same_inputs(self) -> None:
         status, out, _ = self.run_command(f"{self.model}:forward", "--remedy", "chosen")
@@ -403,12 +398,6 @@ class TestCommand(CommandTests):
         self.assertEqual((status, err), (0, ""))
         self.assertEqual(out.splitlines()[0], str(given))
         self.assertIn("[split-control-flow]", out)
-
-    def test_json_of_a_script_that_prints_no_newline(self) -> None:
-        script = self.folder / "prints.py"
-        script.write_text(textwrap.dedent(MODEL) + "    print('end', end='')\n")
-        _, out, err = self.run_command("--no-tries", "--json", str(script))
-        self.assertEqual((err, json.loads(out)["target"]), ("end\n", str(script)))
 
     def test_program_that_exits_is_an_error(self) -> None:
         (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
@@ -553,11 +542,6 @@ class TestTries(unittest.TestCase):
     def test_few_steps_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "at least 4, got 3"):
             diagnose(torch.sin, torch.randn(2), steps=3)
-
-    @form.overlay_only
-    def test_it_is_a_function_of_the_package(self) -> None:
-        with simulated_gpu(), self.assertRaisesRegex(ValueError, "at least 4, got 2"):
-            torch_overlay.doctor(torch.sin, torch.randn(2, device="cuda"), steps=2)
 
     def test_order_is_by_cost(self) -> None:
         cheap = Finding("split-host", "", "", "", "", launches=9)

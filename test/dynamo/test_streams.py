@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.test_case
-from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -165,17 +164,6 @@ class TestContexts(StreamTestCase):
             y = x + 1
         with s, torch.cuda.StreamContext(None):
             return y * 2
-
-    @graph(
-        "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); return truediv"
-    )
-    def test_nested_streams_restore_the_outer_one(x, s, s2):
-        with s:
-            y = x + 1
-            with torch.cuda.stream(s2):
-                y = y * 2
-            y = y - 3
-        return y / 4
 
     @graph(
         "add = add(l_x_, 1) @1; mul = mul(add, 2) @2; sub = sub(mul, 3) @1; truediv = truediv(sub, 4); return truediv"
@@ -1114,25 +1102,6 @@ class TestLifetime(StreamTestCase):
             [f"stream {s.stream_id}" for s in (self.s, self.s2, self.s)],
         )
 
-    def test_threads_do_not_share_the_table(self) -> None:
-        barrier = threading.Barrier(2, timeout=30)
-        failures: list[str] = []
-
-        def worker(stream: torch.cuda.Stream, number: int) -> None:
-            leave = objects.enter(stream, number)
-            for _ in range(50):
-                barrier.wait()
-                if objects.get(0) is not stream or objects.get(1) != number:
-                    failures.append(f"thread {number} saw {objects.get(1)}")
-            leave()
-
-        threads = [threading.Thread(target=worker, args=(s, n)) for n, s in enumerate((self.s, self.s2))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(failures, [])
-
     def test_compiled_functions_in_two_threads(self) -> None:
         barrier = threading.Barrier(2, timeout=60)
         failures: list[object] = []
@@ -1175,19 +1144,6 @@ class TestLifetime(StreamTestCase):
         thread.join()
         self.assertIs(made[0], made[1])
         self.assertIsNot(made[0], made[2])
-
-    def test_backward_uses_the_objects_of_its_forward(self) -> None:
-        """Two forwards before one backward; upstream gives it the objects of the first frame of the process."""
-        leave = objects.enter(objects.callers_stream(), self.s)
-        snapshot = objects.Snapshot(objects.current())
-        leave()
-        leave = objects.enter(objects.callers_stream(), self.s2)
-        running = objects.current()
-        with self.s2:
-            found = snapshot.run(lambda: [objects.get(0), objects.get(1)], ())
-        self.assertEqual(found, [self.s2, self.s])
-        self.assertIs(objects.current(), running)
-        leave()
 
     def test_look_up_outside_a_call_is_an_error(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "outside the call"):
@@ -1851,12 +1807,3 @@ class TestSwitch(StreamTestCase):
             self.trace(fn, self.x)
         torch._dynamo.reset()
         self.trace(fn, self.x)
-
-    def test_program_without_streams_has_no_trace_of_them(self) -> None:
-        counter = CompileCounter()
-
-        def fn(x):
-            return x + 1
-
-        torch.compile(fn, backend=counter, fullgraph=True)(self.x)
-        self.assertEqual((counter.frame_count, counter.op_count), (1, 1))
