@@ -652,9 +652,10 @@ class TestTable(TestCase):
             calls.append(f"{self.stream_id} waits for {stream.stream_id}")
 
         with torch.cuda.stream(other), mock.patch.object(torch.cuda.Stream, "wait_stream", wait):
-            snapshot.run(lambda: calls.append("backward"), ())
+            snapshot.run(lambda: calls.append(f"backward on {objects.get(0).stream_id}"), ())
         ids = forward.stream_id, other.stream_id
-        self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", "backward", f"{ids[0]} waits for {ids[1]}"])
+        backward = f"backward on {ids[1]}"
+        self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", backward, f"{ids[0]} waits for {ids[1]}"])
 
 
 @instantiate_parametrized_tests
