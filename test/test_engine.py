@@ -93,8 +93,7 @@ class TestKinds(FakeUpstream):
         self.assertEqual(before, {owner: dict(vars(owner)) for owner in (module.Thing, module.Child)})
 
     def test_wrap_every_kind_of_function_of_a_module_imported_later(self) -> None:
-        installer = self.installer(*map(self.seam, self.NAMES))
-        installer.enable()
+        installer = self.enabled(*self.NAMES)
         self.assertNotIn("torchfake.upstream", sys.modules)
         module = self.load()
         self.assertEqual(self.results(module), self.WITH)
@@ -133,8 +132,7 @@ class Full:
             with self.subTest(loaded_before=loaded_before):
                 self.forget()
                 module = self.load() if loaded_before else None
-                installer = self.installer(self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register"))
-                installer.enable()
+                installer = self.enabled(self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register"))
                 module = module or self.load()
                 self.assertEqual((module.LIMIT, module.REGISTERED), (9, ["ours"]))
                 installer.disable()
@@ -148,8 +146,7 @@ class Full:
             Seam(f"torchfake.{module}:", f"torchfake_ours:register_{which}", "register", None, "", "a test")
             for module, which in (("upstream", "first"), ("holder", "second"))
         ]
-        installer = self.installer(*seams)
-        installer.enable()
+        installer = self.enabled(*seams)
         installer.disable()
         self.assertEqual(sys.modules["torchfake_ours"].CALLS, ["first", "second", "not second", "not first"])
 
@@ -191,8 +188,7 @@ class Full:
         program.plain, program.saved, program.method, program.kept = plain, plain, method, [method]
         for name, saved in (("a_program", 2), ("__main__", 2), ("torchfake.other", 20), ("torch_overlay.ours", 20)):
             with self.subTest(name), mock.patch.dict(sys.modules, {name: program}):
-                installer = self.installer(self.seam("plain"), self.seam("Thing.method"))
-                installer.enable()
+                installer = self.enabled("plain", "Thing.method")
                 self.assertEqual((program.plain(1), program.saved(1)), (20, saved))
                 hook = program.hook = upstream.plain
                 installer.disable()
@@ -204,8 +200,7 @@ class Full:
         self.write("torchfake/holder.py", "from torchfake.upstream import Child\n")
         upstream, holder = self.load(), self.load("holder")
         original = upstream.Child
-        installer = self.installer(self.seam("Child", "subclass", "replace"))
-        installer.enable()
+        installer = self.enabled(self.seam("Child", "subclass", "replace"))
         self.assertIs(upstream.Child, holder.Child)
         self.assertEqual((holder.Child.ours, issubclass(holder.Child, original)), (True, True))
         installer.disable()
@@ -216,7 +211,7 @@ class Full:
         return self.load("late")
 
     def test_a_loader_stays_the_genuine_one(self) -> None:
-        self.installer(self.seam("plain")).enable()
+        self.enabled("plain")
         module = self.load()
         self.assertIs(module.__spec__.loader, module.__loader__)
         self.assertIn("def plain", module.__loader__.get_source(module.__name__))
@@ -236,7 +231,7 @@ class Full:
 
     def test_a_module_whose_import_fails_once(self) -> None:
         self.write("torchfake/upstream.py", "1 / 0\n" + textwrap.dedent(UPSTREAM))
-        self.installer(self.seam("plain")).enable()
+        self.enabled("plain")
         with self.assertRaises(ZeroDivisionError):
             self.load()
         self.write("torchfake/upstream.py", UPSTREAM)
@@ -244,8 +239,7 @@ class Full:
         self.assertEqual(self.load().plain(1), 20)
 
     def test_a_module_that_is_reloaded_gets_its_seams_again(self) -> None:
-        installer = self.installer(self.seam("plain"))
-        installer.enable()
+        installer = self.enabled("plain")
         module = importlib.reload(self.load())
         self.assertEqual(module.plain(1), 20)
         installer.disable()
@@ -335,8 +329,7 @@ class TestRefusals(FakeUpstream):
 
     def test_an_edit_elsewhere_in_the_file_is_no_harm(self) -> None:
         self.write("torchfake/upstream.py", "# edited\n" + textwrap.dedent(UPSTREAM))
-        installer = self.installer(self.seam("plain"))
-        installer.enable()
+        installer = self.enabled("plain")
         self.assertEqual(self.load().plain(1), 20)
         self.assertEqual(installer.edited_files, ["torchfake/upstream.py"])
 
@@ -412,7 +405,7 @@ class TestRefusals(FakeUpstream):
 
     def test_a_second_copy_of_the_overlay(self) -> None:
         self.load()
-        self.installer(self.seam("plain")).enable()
+        self.enabled("plain")
         second = self.installer(self.seam("plain"))
         with self.assertRaises(OverlayError) as caught:
             second.enable()
@@ -421,8 +414,7 @@ class TestRefusals(FakeUpstream):
     def test_a_registration_that_fails_is_rolled_back_with_everything_else(self) -> None:
         self.load()
         with self.assertRaises(ZeroDivisionError):
-            installer = self.installer(self.seam("plain"), self.seam("", "register_and_fail", "register"))
-            installer.enable()
+            self.enabled("plain", self.seam("", "register_and_fail", "register"))
         self.assertEqual(self.load().plain(1), 2)
         self.refused("bad_registration", self.seam("plain"), self.seam("", "register_badly", "register"))
 
@@ -434,8 +426,7 @@ class TestRefusals(FakeUpstream):
 
     def test_disable_when_somebody_wrapped_our_hook(self) -> None:
         module = self.load()
-        installer = self.installer(self.seam("plain"), self.seam("cached"))
-        installer.enable()
+        installer = self.enabled("plain", "cached")
         with mock.patch.object(module, "plain", lambda x: -x):
             with self.assertRaises(OverlayError) as caught:
                 installer.disable()
@@ -462,8 +453,7 @@ class TestRefusals(FakeUpstream):
         for case in cases:
             for leave in ("before_compilation", "disable"):
                 with self.subTest(case, leave=leave):
-                    installer = self.installer(*seams)
-                    installer.enable()
+                    installer = self.enabled(*seams)
                     for name, value in case.items():
                         setattr(saved[name].owner, saved[name].name, value)
                     if leave == "disable":
@@ -489,7 +479,7 @@ class TestRefusals(FakeUpstream):
 
         def enable_now() -> None:
             try:
-                self.installer(self.seam("plain")).enable()
+                self.enabled("plain")
             except OverlayError as error:
                 errors.append((error.reason, error.found.partition("under way ")[2]))
 
@@ -636,7 +626,7 @@ class TestThreads(FakeUpstream):
                 entered.wait(0.01)
             entered.wait(0.2)
             try:
-                self.installer(self.seam("plain")).enable()
+                self.enabled("plain")
             except OverlayError as error:
                 errors.append(error)
 

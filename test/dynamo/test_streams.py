@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 import form  # noqa: F401
-from torch_overlay import frame_facts
+from torch_overlay import config, frame_facts
 from torch_overlay._dynamo import objects
 from torch_overlay.frame_facts import ObjectInfo
 from torch_overlay.testing import simulated_gpu
@@ -1561,8 +1561,6 @@ class TestLookups(StreamTestCase):
             y = x + 1
             return y * block.scale
 
-        from torch_overlay import config
-
         for fn in (of_thread, of_capture, of_tensor, cached):
             torch._dynamo.reset()
             _, ours = self.trace(fn, self.x, fullgraph=False)
@@ -1585,8 +1583,6 @@ class TestLookups(StreamTestCase):
 
 class TestExport(StreamTestCase):
     def test_exported_as_on_stock(self) -> None:
-        from torch_overlay import config
-
         class Block(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -1616,8 +1612,6 @@ class TestExport(StreamTestCase):
 
 class TestRanges(StreamTestCase):
     def graph(self, fn: Callable[..., Any], *args: Any, fullgraph: bool = True, **options: Any) -> str:
-        from torch_overlay import config
-
         torch._dynamo.reset()
         with config.patch(**options):
             self.result, graphs = self.trace(fn, *args, fullgraph=fullgraph)
@@ -1687,8 +1681,6 @@ return add"""
                     y = x * 2
                 torch.cuda.nvtx.mark("done")
             return y
-
-        from torch_overlay import config
 
         compiled, _ = self.compile(fn)
         with config.patch(nvtx=True):
@@ -1797,8 +1789,6 @@ return add"""
 
 class TestSwitch(StreamTestCase):
     def test_off_gives_upstreams_handling_back(self) -> None:
-        from torch_overlay import config
-
         def fn(x):
             with torch.cuda.stream(None):
                 return x + 1

@@ -11,7 +11,7 @@ from unittest import mock
 import torch._inductor.config
 
 import form
-from torch_overlay import config
+from torch_overlay import _options, config
 from torch_overlay._options import MODES
 
 
@@ -197,8 +197,6 @@ class TestEnvironment(unittest.TestCase):
             *((text, False) for text in ("0", "false", "No", "OFF", "n")),
         ):
             with self.subTest(text), mock.patch.dict("os.environ", TORCH_OVERLAY_STREAMS=text):
-                from torch_overlay import _options
-
                 self.assertEqual(_options.from_environment(), {"streams": value})
                 self.assertEqual(_options.switched_on("TORCH_OVERLAY_STREAMS"), value)
         with mock.patch.dict("os.environ", TORCH_OVERLAY_STREAMS="", TORCH_OVERLAY_CUDAGRAPHS=" "):
@@ -206,15 +204,11 @@ class TestEnvironment(unittest.TestCase):
             self.assertFalse(_options.switched_on("TORCH_OVERLAY_STREAMS"))
 
     def test_none_is_the_default_of_nvtx(self) -> None:
-        from torch_overlay import _options
-
         for text, value in (("None", None), ("on", True), ("0", False)):
             with mock.patch.dict("os.environ", TORCH_OVERLAY_NVTX=text):
                 self.assertEqual(_options.from_environment(), {"nvtx": value})
 
     def test_variables_that_nobody_reads(self) -> None:
-        from torch_overlay import _options
-
         given = {"STREAM": "0", "CUDAGRAPHS": "off", "DISABLE": "1", "ZZZ": ""}
         given = {f"TORCH_OVERLAY_{name}": text for name, text in given.items()}
         with mock.patch.dict("os.environ", given), self.assertLogs(_options.log, "WARNING") as logs:
@@ -248,8 +242,6 @@ class TestEnvironment(unittest.TestCase):
         self.assertEqual(lines[2:], ["True", "False"])
 
     def test_unknown_spellings_are_one_error(self) -> None:
-        from torch_overlay import _options
-
         for name, text, takes in (
             ("streams", "maybe", "1, true, yes or on, or 0, false, no or off"),
             ("streams", "2", "1, true, yes or on, or 0, false, no or off"),

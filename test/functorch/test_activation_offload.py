@@ -47,6 +47,7 @@ from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, 
 from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
 from torch_overlay._functorch.offload.plan import _fits, _set, _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
+from torch_overlay._inductor.offload.schedule import Schedule
 from torch_overlay._inductor.relaunch import attachments, causes, runner
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
@@ -954,8 +955,6 @@ class TestDecision(TestCase):
 
     def test_plan_of_the_graph_and_of_the_schedule_agree(self) -> None:
         """The peak that the choice is made by is the one that the final schedule has."""
-        from torch_overlay._inductor.offload.schedule import Schedule
-
         highest = []
         place = Schedule.place
 
@@ -968,8 +967,6 @@ class TestDecision(TestCase):
         self.assertLessEqual(abs(max(highest) - seen.offloads[0].choice.peak), 4.3e6)
 
     def test_schedule_counts_views_of_one_tensor_once(self) -> None:
-        from torch_overlay._inductor.offload.schedule import Schedule
-
         def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             parts = [part.transpose(0, 1) for part in (x @ w).chunk(4, 1)]
             y = torch.sin(parts[0] @ parts[1].t()) @ torch.cos(parts[2] @ parts[3].t())

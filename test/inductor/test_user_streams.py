@@ -8,7 +8,6 @@ goldens. `TestGpu` runs each program on a GPU under injected delays and compares
 written.
 """
 
-import dataclasses
 import re
 from typing import Any
 from unittest import mock
@@ -610,27 +609,6 @@ nvtx.range_pop()
 nvtx.mark('joined')
 partitions[3]""",
         )
-
-    def test_ranges_left_out_leave_no_trace(self) -> None:
-        def without(k: Any) -> Any:
-            side = k.stream()
-
-            def fn(x):
-                current = torch.cuda.current_stream()
-                a = x + 1
-                side.wait_stream(current)
-                with torch.cuda.stream(side):
-                    y = k.sleep(a @ a) * 2
-                b = a * 3
-                current.wait_stream(side)
-                return y + b, x.add_(b)
-
-            return fn
-
-        plain = dataclasses.replace(by_name("ranges_left_out"), build=without)
-        for mode in (None, "reduce-overhead"):
-            texts = [compile_program(p, mode)[0].wrappers[0] for p in (by_name("ranges_left_out"), plain)]
-            self.assertEqual(*[re.sub(r"#.*", "", text) for text in texts])
 
     def test_two_threads_take_the_last_events_of_a_region(self) -> None:
         """Both have seen that there are events of an earlier call; one gets them, and the other makes its own."""
