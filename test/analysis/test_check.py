@@ -696,15 +696,6 @@ lost: after call 1, s1 may read output 0
             self.assertEqual(tuple(result.output.shape), (64, 64))
 
 
-class TestCheckWrapper(TestCase):
-    def test_text_of_a_module(self) -> None:
-        with simulated_gpu():
-            text = compile_only(forked(torch.cuda.Stream()), *inputs()).wrappers[0]
-        for owned in (False, True):
-            check_wrapper(text, owned=owned).raise_if_any()
-            self.assertFalse(check_wrapper(text.replace("ev1.wait(", "str("), owned=owned).ok)
-
-
 class TestCheckEager(TestCase):
     def test_without_a_gpu(self) -> None:
         if torch.cuda.is_available():

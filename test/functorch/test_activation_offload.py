@@ -733,11 +733,13 @@ def gradients(fn: Callable[..., Any], inputs: list[torch.Tensor], parameters: Se
 
 
 class TestValues(TestCase):
-    def check(self, fn: Callable[..., Any], *inputs: torch.Tensor, parameters: Any = (), least: int = 1) -> Any:
+    def check(
+        self, fn: Any, *inputs: torch.Tensor, parameters: Any = (), least: int = 1, by: Callable[..., Any] = everything
+    ) -> Any:
         given, parameters = [i.clone().requires_grad_() for i in inputs], list(parameters)
         with on_the_cpu():
             expected = gradients(interpret(fn), given, parameters)
-            with offloading(all_of_it=True) as reports:
+            with offloading(all_of_it=True, by=by) as reports:
                 compiled = interpret(fn)
                 for _ in range(2):
                     self.assertEqual(gradients(compiled, given, parameters), expected, rtol=0, atol=0)
@@ -758,14 +760,8 @@ class TestValues(TestCase):
     def test_computed_again(self) -> None:
         """With equal values: the same operations on the same inputs."""
         for model, x, least in ((Chain(32), torch.randn(8, 32), 3), (Attention(), torch.randn(2, 32, 64), 0)):
-            parameters = list(model.parameters())
-            x.requires_grad_()
-            with on_the_cpu():
-                expected = gradients(interpret(model), [x], parameters)
-                with offloading(all_of_it=True, by=recomputing) as reports:
-                    self.assertEqual(gradients(interpret(model), [x], parameters), expected, rtol=0, atol=0)
-                self.assertEqual(offload_runtime.live()["in_use"], 0)
-            self.assertGreaterEqual(len(reports[0].choice.recomputed), least)
+            report = self.check(model, x, parameters=model.parameters(), least=0, by=recomputing)
+            self.assertGreaterEqual(len(report.choice.recomputed), least)
 
     def test_what_the_caller_gets_stays(self) -> None:
         def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -785,12 +781,8 @@ class TestValues(TestCase):
             y = torch.nn.functional.dropout(torch.sin(x), 0.5)
             return torch.exp(y * noise(y.detach())) @ x
 
-        x = torch.randn(16, 16, requires_grad=True)
-        with on_the_cpu():
-            expected = gradients(interpret(fn), [x])
-            with offloading(all_of_it=True, by=recomputing) as reports:
-                self.assertEqual(gradients(interpret(fn), [x]), expected, rtol=0, atol=0)
-        self.assertGreater(len(reports[0].choice.recomputed), 0)
+        report = self.check(fn, torch.randn(16, 16), least=0, by=recomputing)
+        self.assertGreater(len(report.choice.recomputed), 0)
 
     def test_types(self) -> None:
         self.check(mixed_types, torch.randn(16, 16))

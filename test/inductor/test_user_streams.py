@@ -21,6 +21,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 from stream_programs import by_name, gpu, Program, PROGRAMS
+from stream_programs._program import fork, join
 from torch_overlay import config
 from torch_overlay._inductor.streams.runtime import aligned, EventRegion, region, Spec, write_back
 from torch_overlay.analysis import check_wrapper
@@ -734,13 +735,12 @@ class TestPasses(TestCase):
         side = torch.cuda.Stream()
 
         def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 a = x.sum(1)
                 b = y.sum(0)
             c = y.sum(1)
-            current.wait_stream(side)
+            join(side)
             return a, b, c
 
         cooperative = {"triton.cooperative_reductions": True, "triton.force_cooperative_reductions": True}
@@ -760,15 +760,12 @@ class TestPasses(TestCase):
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
 
         def fn(x: torch.Tensor) -> Any:
-            current = torch.cuda.current_stream()
-            for side in (first, second):
-                side.wait_stream(current)
+            fork(first, second)
             with torch.cuda.stream(first):
                 a = x.sin() + 1
             with torch.cuda.stream(second):
                 b = x.sin() + 1
-            current.wait_stream(first)
-            current.wait_stream(second)
+            join(first, second)
             return a, b
 
         seen = self.compile(fn, torch.randn(64, 64, device="cuda"))
@@ -781,8 +778,7 @@ class TestPasses(TestCase):
         side = torch.cuda.Stream()
 
         def fn(x: torch.Tensor) -> Any:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             a, b = x, x
             for i in range(4):
                 with torch.cuda.stream(side):
@@ -791,7 +787,7 @@ class TestPasses(TestCase):
             with torch.cuda.stream(side):
                 a = a.softmax(-1) + a
             b = b.sum(-1, keepdim=True) + b
-            current.wait_stream(side)
+            join(side)
             return a, b
 
         seen = self.compile(fn, torch.randn(64, 64, device="cuda"))
@@ -802,12 +798,11 @@ class TestPasses(TestCase):
         side = torch.cuda.Stream()
 
         def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 a, b = a * 2, b.sin()
             c, d = c * 3, d.cos()
-            current.wait_stream(side)
+            join(side)
             return a, b, c, d
 
         inputs = [torch.randn(n, 64, device="cuda") for n in (8, 16, 24, 40)]
@@ -853,13 +848,12 @@ class TestPasses(TestCase):
         side = torch.cuda.Stream()
 
         def fn(x, w):
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 branch = (x @ w).relu() @ w
             for _ in range(4):
                 x = (x @ w).relu()
-            current.wait_stream(side)
+            join(side)
             return x + branch
 
         with torch.no_grad():
@@ -875,15 +869,14 @@ class TestPasses(TestCase):
         side = torch.cuda.Stream()
 
         def fn(x: torch.Tensor, h: torch.Tensor) -> Any:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 a = x @ x
             h = h + 1
             b = h.to("cuda") * x
             with torch.cuda.stream(side):
                 c = a @ a
-            current.wait_stream(side)
+            join(side)
             return b + c
 
         seen = self.compile(fn, torch.randn(64, 64, device="cuda"), torch.randn(64, 64), mode="reduce-overhead")

@@ -337,12 +337,6 @@ class NewNodesTestCase(TestCase):
 
 
 class TestReplacements(NewNodesTestCase):
-    def test_one_node(self):
-        _, _, second = self.begin(1, 2)
-        found = self.run_pass(lambda: self.replace(second, aten.sin.default))
-        self.assertEqual(found, {"sin_default": ["relu_1"]})
-        self.assertEqual(self.placed("sin_default"), (2, (1,), (11,)))
-
     def test_several_nodes_by_one(self):
         x, first, second = self.begin(1, 1)
 
