@@ -884,9 +884,7 @@ def fails(x=None):
 class TestCommand(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.path = self.folder / "program.py"
         self.path.write_text(PROGRAM)
 

@@ -93,9 +93,7 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.gpu = stack.enter_context(simulated_gpu(self.devices))
+        self.gpu = self.enterContext(simulated_gpu(self.devices))
         self.log = self.gpu.device_log
         self.x = torch.empty(8, device="cuda")
         self.s, self.s2, self.event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()

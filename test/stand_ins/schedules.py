@@ -22,7 +22,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import Scheduler
-from torch._inductor.utils import BoxedBool
+from torch._inductor.utils import BoxedBool, IndentedBuffer
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, map_arg, Node
@@ -95,6 +95,25 @@ def compiled_graph(**changes: Any) -> CompiledFxGraph:
         "inductor_post_grad_graph_str": "",
     }
     return CompiledFxGraph(**arguments | changes)
+
+
+def written(lines: Sequence[Any]) -> str:
+    """Return the text of lines of a wrapper."""
+    code = IndentedBuffer()
+    for line in lines:
+        if isinstance(line, str):
+            code.writeline(line)
+        else:
+            line.codegen(code)
+    return code.getvalue().rstrip()
+
+
+def spec_of(region: str) -> Any:
+    """Return the region of this name as the module that is generated defines it."""
+    names: dict[str, Any] = {}
+    for part in (V.graph.wrapper_code.imports, V.graph.wrapper_code.header):
+        exec(part.getvalue(), names)
+    return names[region].spec
 
 
 class Program:

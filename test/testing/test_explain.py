@@ -126,9 +126,8 @@ COPIES = """\
 class Explain(TestCase):
     def setUp(self):
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = os.path.join(folder.name, "program.py")
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.path = os.path.join(folder, "program.py")
         with open(self.path, "w") as f:
             f.write(textwrap.dedent(PROGRAM))
 

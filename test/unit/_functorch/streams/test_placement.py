@@ -343,7 +343,6 @@ class TestBackward(PlacementCase):
         self.assertEqual(found, [0, 0, 1])
 
 
-aten, streams = torch.ops.aten, torch.ops.streams
 EVENT = 5
 
 
@@ -352,10 +351,6 @@ class PartsCase(TestCase):
         super().setUp()
         self.graph = Graph()
         self.x = self.value(self.graph.placeholder("x"))
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def value(self, node, size=8):
         node.meta["val"] = torch.empty(size, device="meta")

@@ -35,9 +35,7 @@ class ProgramTestCase(TestCase):
         super().setUp()
         self.clear()
         self.addCleanup(self.clear)
-        current = mock.patch.object(torch.accelerator, "current_device_index", lambda: 0)
-        current.start()
-        self.addCleanup(current.stop)
+        self.enterContext(mock.patch.object(torch.accelerator, "current_device_index", lambda: 0))
         self.objects = []
         for index in STREAMS:
             device = torch.device("cuda", int(index == 3))

@@ -26,7 +26,7 @@ from torch_overlay._inductor.streams.fx_passes import is_write, needs_placement,
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
 
-aten = torch.ops.aten
+aten, streams = torch.ops.aten, torch.ops.streams
 E1, E5, E9 = map(caller_event, (1, 5, 9))
 
 
@@ -271,9 +271,6 @@ class TestPatterns(PassesTestCase):
         self.assertIs(made.target, aten.tanh.default)
         self.assertEqual(self.placed(made), (1, {E1}, {E5, E9}))
         self.assertEqual(self.placed(one), (1, {E1}, {E5}))
-
-
-aten, streams = torch.ops.aten, torch.ops.streams
 
 
 def graph_of(*places):
