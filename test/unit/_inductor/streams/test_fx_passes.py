@@ -334,8 +334,8 @@ class NewNodesTestCase(TestCase):
 
 
 class TestReplacements(NewNodesTestCase):
-    def test_several_nodes_by_one(self):
-        x, first, second = self.begin(1, 1)
+    def both_by_one(self, *places):
+        x, first, second = self.begin(*places)
 
         def change():
             both = self.make(first, aten.sin.default, x)
@@ -344,21 +344,14 @@ class TestReplacements(NewNodesTestCase):
                 self.graph.erase_node(old)
 
         self.assertEqual(set(self.run_pass(change)["sin_default"]), {"relu_0", "relu_1"})
-        self.assertEqual(self.placed("sin_default"), (1, (0, 1), (10, 11)))
+        stream, after, before = self.placed("sin_default")
+        return stream, set(after), set(before)
+
+    def test_several_nodes_by_one(self):
+        self.assertEqual(self.both_by_one(1, 1), (1, {0, 1}, {10, 11}))
 
     def test_nodes_of_several_streams_by_one(self):
-        x, first, second = self.begin(1, 2)
-
-        def change():
-            both = self.make(first, aten.sin.default, x)
-            for old in (second, first):
-                old.replace_all_uses_with(both)
-                self.graph.erase_node(old)
-
-        self.run_pass(change)
-        stream, after, before = self.placed("sin_default")
-        self.assertEqual(stream, 2)
-        self.assertEqual((set(after), set(before)), ({0, 1, -1}, {10, 11, -1}))
+        self.assertEqual(self.both_by_one(1, 2), (2, {0, 1, -1}, {10, 11, -1}))
 
     def test_operand_decides_between_streams(self):
         for place in (2, 3):
