@@ -90,4 +90,19 @@ def needless(program: Program, report: Report) -> list[str]:
     return [] if program.name in NEEDLESS else [f"{r.site}: {r.why}" for r in report.redundant]
 
 
-__all__ = ["cases", "check_program", "compile_program", "findings", "mode_of", "needless"]
+def forked(side: Any) -> Any:
+    """A function of two matrices with work on both streams, which no program of the corpus is."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (x @ w).relu()
+        b = (x @ x).sin()
+        current.wait_stream(side)
+        return a @ b
+
+    return fn
+
+
+__all__ = ["cases", "check_program", "compile_program", "findings", "forked", "mode_of", "needless"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import corpus
 import torch
+from corpus import forked
 from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
 from torch._inductor.test_case import TestCase
@@ -25,19 +26,6 @@ from torch_overlay.analysis.race_check.race_report import Promise, Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.simulated_module import CheckError
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-def forked(side: Any) -> Any:
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (x @ w).relu()
-        b = x.sin()
-        current.wait_stream(side)
-        return a @ b
-
-    return fn
 
 
 def on_a_side_stream(work: Any, joins: bool) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from corpus import forked
 from torch import nn
 from torch._inductor.test_case import TestCase
 
@@ -454,19 +455,6 @@ C 10 0 34.0 memory""",
 
 
 # ---- simulated runs
-
-
-def forked(side: Any) -> Any:
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (x @ w).relu()
-        b = (x @ x).sin()
-        current.wait_stream(side)
-        return a @ b
-
-    return fn
 
 
 def three_branches(streams: list[Any]) -> Any:
