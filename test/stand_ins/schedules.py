@@ -170,17 +170,23 @@ class Program:
             return V.graph.codegen()[0].value
 
 
-class ProgramCase(TestCase):
-    """Begins with an empty program, and knows no streams of earlier frames. `facts` are noted of each node, but for
-    those that a call names."""
-
-    facts: dict[str, Any] = {}
+class NumberedCase(TestCase):
+    """Knows no streams of earlier frames."""
 
     def setUp(self) -> None:
         super().setUp()
         for forget in (numbering.reset_user_object_tracking, registry.reset):
             forget()
             self.addCleanup(forget)
+
+
+class ProgramCase(NumberedCase):
+    """Begins with an empty program. `facts` are noted of each node, but for those that a call names."""
+
+    facts: dict[str, Any] = {}
+
+    def setUp(self) -> None:
+        super().setUp()
         self.program = Program()
 
     def call(self, target: Any, *args: Any, stream: int = 0, **fact: Any) -> Node:

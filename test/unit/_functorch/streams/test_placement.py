@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from stand_ins.schedules import NumberedCase
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.range_ops import NVTX, range_pop, range_push
 from torch_overlay._functorch.streams.autograd_nodes import view_streams
@@ -34,11 +35,9 @@ def fake(device="cuda:0"):
     return FakeTensor(MODE, torch.empty(4, device="meta"), torch.device(device))
 
 
-class PlacementCase(TestCase):
+class PlacementCase(NumberedCase):
     def setUp(self):
         super().setUp()
-        self.clear()
-        self.addCleanup(self.clear)
         self.addCleanup(setattr, registry, "_has_streams", registry._has_streams)
         device = torch.device("cuda", 0)
         self.objects = [torch.Stream(stream_id=i, device_index=0, device_type=1) for i in range(3)]
@@ -50,10 +49,6 @@ class PlacementCase(TestCase):
         numbering.register_user_object(self.objects[-1], LocalSource("e"))
         registry.add_owned(torch.Event("cuda"), torch.Event, (), {})
         self.begin()
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def begin(self):
         self.graph, self.root = Graph(), torch.nn.Module()
