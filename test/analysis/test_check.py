@@ -772,34 +772,25 @@ class TestNothingToCheck(TestCase):
 
 @form.overlay_only
 class TestCommandLine(TestCase):
-    def run_check(self, *arguments: str) -> Any:
-        """In a process of its own."""
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "model.py").write_text(PROGRAM)
-            arguments = tuple(a.replace("model.py", f"{folder}/model.py") for a in arguments)
-            return form.fork_python(
-                f"import sys; from torch_overlay.__main__ import main; sys.exit(main(['check', *{arguments!r}]))"
-            )
+    def run_check(self, *arguments: str) -> tuple[int, str, str]:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        Path(folder, "model.py").write_text(PROGRAM)
+        return printed(commands.main, ["check", *(a.replace("model.py", f"{folder}/model.py") for a in arguments)])
 
-    @form.slow
     def test_clean(self) -> None:
-        done = self.run_check("model.py:good", "--backward", "--calls", "3", "--plan")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("no races, no lost promises", done.stdout)
-        self.assertIn("exit", done.stdout)
+        status, out, err = self.run_check("model.py:good", "--backward", "--calls", "3", "--plan")
+        self.assertEqual(status, 0, err)
+        self.assertRegex(out, "(?s)exit.*no races, no lost promises")
 
-    @form.slow
     def test_racy_in_eager(self) -> None:
         """The compiled code orders what the function doesn't."""
-        for arguments, status in (((), 1), (("--eager-races", "ok"), 0)):
-            done = self.run_check("model.py:unjoined", "--no-misaligned", *arguments)
-            self.assertEqual(done.returncode, status, done.stdout + done.stderr)
-            self.assertRegex(done.stdout, r"^in eager the function has \d race")
+        for arguments, expected in (((), 1), (("--eager-races", "ok"), 0)):
+            status, out, err = self.run_check("model.py:unjoined", "--no-misaligned", *arguments)
+            self.assertEqual(status, expected, out + err)
+            self.assertRegex(out, r"^in eager the function has \d race")
 
     def test_racy(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "model.py").write_text(PROGRAM)
-            status, out, _ = printed(commands.main, ["check", f"{folder}/model.py:racy"])
+        status, out, _ = self.run_check("model.py:racy")
         self.assertEqual(status, 1)
         self.assertRegex(out, r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 
@@ -811,7 +802,6 @@ class TestCommandLine(TestCase):
             done = form.fork_command("check", f"{folder}/model.py:talkative", first=gone)
         self.assertEqual((done.returncode, done.stderr, done.stdout), (1, "", ""))
 
-    @form.slow
     def test_bad_usage(self) -> None:
         for arguments, text in (
             (("model.py:Net",), "model.py is a class: name a function, or an instance of the class"),
@@ -823,6 +813,6 @@ class TestCommandLine(TestCase):
             (("model.py:good", "--calls", "0"), "--calls must be at least 1, got 0"),
             (("model.py:broken",), "model.py:28: KeyError: 'model'"),
         ):
-            done = self.run_check(*arguments)
-            self.assertEqual(done.returncode, 2, done.stdout)
-            self.assertIn(text, done.stderr)
+            status, out, err = self.run_check(*arguments)
+            self.assertEqual(status, 2, out)
+            self.assertIn(text, err)

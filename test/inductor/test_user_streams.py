@@ -461,13 +461,6 @@ event2.record(stream1)
 """,
         )
 
-    def test_experts_fork_from_one_event(self) -> None:
-        plan = compiled("eight_experts").plans[0]
-        forks = [e for e in plan.events if len(e.waits) == 8]
-        self.assertEqual(len(forks), 1)
-        self.assertEqual(plan.num_waits, 8 + 8)
-        self.assertEqual(len(plan.events), 1 + 8)
-
     def test_a_captured_stream_is_not_asked_whether_it_is_busy(self) -> None:
         code = compiled("eight_experts").calls()
         self.assertIn("record_busy", code)
