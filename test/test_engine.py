@@ -513,24 +513,16 @@ class TestThreads(FakeUpstream):
         module = self.load()
         original = module.plain
         installer = self.installer(self.seam("plain"), self.seam("cached"))
-        errors: list[BaseException] = []
         start = threading.Barrier(3)
 
-        def work() -> None:
-            try:
-                start.wait()
-                for _ in range(25):
-                    installer.enable()
-                    installer.disable()
-            except BaseException as error:
-                errors.append(error)
+        def work(_: int) -> None:
+            start.wait()
+            for _ in range(25):
+                installer.enable()
+                installer.disable()
 
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(errors, [])
+        with ThreadPoolExecutor(3) as pool:
+            self.assertEqual([*pool.map(work, range(3))], [None] * 3)
         self.assertIs(module.plain, original)
         installer.enable()
         self.assertEqual(module.plain(1), 20)

@@ -131,12 +131,8 @@ TRAINS = """
         optimizer.zero_grad()
         print(loss.item())
     torch.cuda.synchronize()
-    if sys.argv[1:] == ["interrupt"]:
-        raise KeyboardInterrupt
-    if sys.argv[1:] == ["exit"]:
-        sys.exit(3)
-    if sys.argv[1:] == ["fail"]:
-        raise KeyError("no such key")
+    if sys.argv[1:]:
+        raise {"interrupt": KeyboardInterrupt(), "exit": SystemExit(3), "fail": KeyError("no such key")}[sys.argv[1]]
 """
 
 

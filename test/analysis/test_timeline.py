@@ -157,8 +157,7 @@ class TestHidden(TestCase):
         return [s.hidden for s in with_hidden(lanes, slices) if s.kind != KERNEL]
 
     def test_part_of_a_copy_beside_kernels(self) -> None:
-        work = [(0, 0, 10, KERNEL), (0, 15, 20, KERNEL), (1, 5, 25, TO_HOST)]
-        self.assertEqual(self.hidden(*work), [0.5])
+        self.assertEqual(self.hidden((0, 0, 10, KERNEL), (0, 15, 20, KERNEL), (1, 5, 25, TO_HOST)), [0.5])
 
     def test_kernels_that_overlap_hide_once(self) -> None:
         self.assertEqual(self.hidden((0, 0, 10, KERNEL), (1, 5, 12, KERNEL), (1, 0, 24, FROM_HOST)), [0.5])

@@ -15,6 +15,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -1102,14 +1103,12 @@ class TestLifetime(StreamTestCase):
 
     def test_compiled_functions_in_two_threads(self) -> None:
         barrier = threading.Barrier(2, timeout=60)
-        failures: list[object] = []
 
         def worker(event: torch.cuda.Event) -> None:
             def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
                 def run(*inputs: Any) -> Any:
                     barrier.wait()  # both threads are inside their graphs
-                    if objects.get(1) is not event:
-                        failures.append(objects.get(1))
+                    self.assertIs(objects.get(1), event)
                     barrier.wait()
                     return gm.forward(*inputs)
 
@@ -1123,25 +1122,19 @@ class TestLifetime(StreamTestCase):
             try:
                 for _ in range(5):
                     compiled(torch.zeros(2))
-            except Exception as error:
-                failures.append(error)
+            except BaseException:
                 barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=worker, args=(torch.cuda.Event(),)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(failures, [])
+        with ThreadPoolExecutor(2) as pool:
+            self.assertEqual([*pool.map(worker, [torch.cuda.Event() for _ in range(2)])], [None, None])
 
     def test_each_thread_has_its_own_event_of_the_frame(self) -> None:
         owned = objects.Owned(torch.cuda.Event, (), {})
-        made = [owned.resolve(), owned.resolve()]
-        thread = threading.Thread(target=lambda: made.append(owned.resolve()))
-        thread.start()
-        thread.join()
-        self.assertIs(made[0], made[1])
-        self.assertIsNot(made[0], made[2])
+        made = owned.resolve()
+        self.assertIs(made, owned.resolve())
+        with ThreadPoolExecutor(1) as pool:
+            self.assertIsNot(made, pool.submit(owned.resolve).result())
 
     def test_look_up_outside_a_call_is_an_error(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "outside the call"):
@@ -1510,17 +1503,15 @@ class TestLookups(StreamTestCase):
                 return x * 2, torch.cuda.current_stream()
 
         compiled, _ = self.compile(fn)
-        found = []
 
         def work() -> None:
             with _disable_current_modes():
-                found.append([compiled(torch.empty(8))[1] for _ in range(3)])
+                found = [compiled(torch.empty(8))[1] for _ in range(3)]
+            self.assertEqual(found, [streams[threading.get_ident()]] * 3)
 
         self.assertEqual([compiled(self.x)[1] for _ in range(3)], [streams[threading.get_ident()]] * 3)
-        other = threading.Thread(target=work)
-        other.start()
-        other.join()
-        self.assertEqual(found, [[streams[other.ident]] * 3])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
         self.assertEqual(len({s.cuda_stream for s in streams.values()}), 2)
 
     def test_device_of_a_tensor(self) -> None:

@@ -16,8 +16,8 @@ import os
 import random
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -508,14 +508,8 @@ class TestSlabs(TestCase):
 
     def test_threads_take_different_slabs(self) -> None:
         with host_slabs():
-            found: list[torch.Tensor] = []
-            threads = [
-                threading.Thread(target=lambda: found.append(offload_runtime.take_slab(64, 0))) for _ in range(8)
-            ]
-            for t in threads:
-                t.start()
-            for t in threads:
-                t.join()
+            with ThreadPoolExecutor(8) as pool:
+                found = [*pool.map(lambda _: offload_runtime.take_slab(64, 0), range(8))]
             self.assertEqual(len({s.data_ptr() for s in found}), 8)
 
     def test_pages_of_a_large_slab_are_made_by_several_threads(self) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -604,14 +604,8 @@ class TestTable(TestCase):
         side = torch.cuda.Stream()
         fn = on_side(side)
         fn(self.x).backward()
-        loss, found = fn(self.x), []
-
-        def run() -> None:
-            found.extend(self.tables(loss.backward))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(self.tables, fn(self.x).backward).result()
         self.assertEqual([table[1] for table in found], [side.stream_id])
 
     def test_backward_compiled_after_other_frames_knows_its_own_objects(self) -> None:

@@ -373,10 +373,8 @@ class Eager(Simulated):
                 compile_only(lambda x: x.sin(), x, backward=True)
                 seen.append(x.grad.device.type)
 
-        with torch.cuda.stream(torch.cuda.Stream()):
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
+        with torch.cuda.stream(torch.cuda.Stream()), ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
         self.assertEqual(seen, [True, 0, "cuda"])
 
     def test_pool_of_threads_with_streams_of_their_own(self):

@@ -165,14 +165,17 @@ class TestForward(PlacementCase):
         self.assertEqual([node_stream(n) for n in self.left()], [1, 1, 1])
         self.assertEqual(self.order(written), [({CALLER}, {state(2)})])
 
+    def updated(self, base):
+        """New values of the first half, on stream 1: those, the whole, and the other half."""
+        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
+        new = self.call(aten.slice_scatter.default, base, part, 0, 0, 2, stream=1)
+        return part, new, self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+
     def test_elements_that_an_update_left_alone(self):
         made = self.relu(self.x)
         self.call(WAIT_STREAM, 2, 0)
         self.call(WAIT_STREAM, 1, 0)
-        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
-        args = (made, part, 0, 0, 2)
-        new = self.call(aten.slice_scatter.default, *args, stream=1)
-        rest = self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+        _, new, rest = self.updated(made)
         self.place(rest)
         (after, before), _ = self.order(new, rest)
         self.assertEqual((after, before), ({CALLER}, {CALLER, state(2)}))
@@ -180,10 +183,7 @@ class TestForward(PlacementCase):
     def test_host_waits_for_elements_that_an_update_left_alone(self):
         made = self.relu(self.x, stream=2)
         kept = self.call(streams.synchronize_stream.default, 2)
-        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
-        args = (made, part, 0, 0, 2)
-        new = self.call(aten.slice_scatter.default, *args, stream=1)
-        rest = self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+        part, new, rest = self.updated(made)
         self.place(rest)
         *others, wait = self.left()
         self.assertEqual(others, [made, kept, part, new, rest])
