@@ -5,7 +5,6 @@ import ctypes
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -182,9 +181,7 @@ class Entering(TestCase):
         self.assertIsNone(active())
 
     def run_python(self, code):
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        env.pop("LD_PRELOAD", None)
-        return subprocess.run([sys.executable, "-c", f"import form\n{code}"], env=env, capture_output=True, text=True)
+        return form.run_python(f"import form\n{code}", env={"CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": ""})
 
     @form.slow
     def test_fresh_process_without_driver(self):
