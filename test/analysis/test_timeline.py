@@ -1,11 +1,9 @@
 """Timelines: the clock of a trace, the picture, the trace for Perfetto, profiles, the command line."""
 
-import contextlib
 import json
 import re
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -925,13 +923,8 @@ class TestCommand(TestCase):
 
 @form.needs_gpu
 class TestGpu(TestCase):
-    @contextlib.contextmanager
-    def program(self) -> Iterator[tuple[Any, Any]]:
-        yield forked(torch.cuda.Stream()), (square(), square())
-
     def test_profile_has_streams_lines_events_and_memory(self) -> None:
-        with self.program() as (fn, args):
-            found = timeline(fn, *args, fullgraph=True)
+        found = timeline(forked(torch.cuda.Stream()), square(), square(), fullgraph=True)
         self.assertFalse(found.simulated)
         self.assertEqual(len({s.lane for s in found.slices}), 2)
         self.assertTrue(found.arrows, found.notes)
@@ -942,8 +935,7 @@ class TestGpu(TestCase):
         self.assertEqual(collisions(found.svg()), [])
 
     def test_relaunched_graph_has_its_kernels(self) -> None:
-        with self.program() as (fn, args):
-            found = timeline(fn, *args, mode="reduce-overhead")
+        found = timeline(forked(torch.cuda.Stream()), square(), square(), mode="reduce-overhead")
         self.assertGreaterEqual(sum(s.kind == KERNEL for s in found.slices), 5)
         self.assertEqual(complaints(json.loads(found.json())), [])
 

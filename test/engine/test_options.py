@@ -186,9 +186,6 @@ SHOW = "import torch_overlay\nprint([getattr(torch_overlay.config, name) for nam
 class TestEnvironment(unittest.TestCase):
     """Variables are read at the import, in a process of its own; several are set at once, since it takes seconds."""
 
-    def run_code(self, code: str, **env: str):
-        return form.fork_python(code, env=env)
-
     def test_usual_spellings(self) -> None:
         for text, value in (
             *((text, True) for text in ("1", "true", "YES", "On", " y ")),
@@ -231,7 +228,7 @@ class TestEnvironment(unittest.TestCase):
             "\nwith torch_overlay.config.patch(streams=True): print(torch_overlay.config.streams)"
             "\nprint(torch_overlay.config.streams)"
         )
-        result = self.run_code(code, **{f"TORCH_OVERLAY_{name.upper()}": text for name, (text, _) in env.items()})
+        result = form.fork_python(code, env={f"TORCH_OVERLAY_{n.upper()}": text for n, (text, _) in env.items()})
         self.assertEqual(result.returncode, 0, result.stderr)
         lines = result.stdout.splitlines()
         self.assertEqual(lines[0], str([value for _, value in env.values()]))
@@ -275,7 +272,7 @@ assert not any("Late" in type(finder).__name__ for finder in sys.meta_path)
 """
         for name in ("TORCH_OVERLAY_STREAMS", "TORCH_OVERLAY_DISABLE"):
             with self.subTest(name):
-                result = self.run_code(code, **{name: "perhaps"})
+                result = form.fork_python(code, env={name: "perhaps"})
                 expected = (
                     f"{name} is 'perhaps' in the environment; it takes 1, true, yes or on, or 0, false, no or off"
                 )
@@ -284,7 +281,7 @@ assert not any("Late" in type(finder).__name__ for finder in sys.meta_path)
     def test_disabled_in_other_spellings(self) -> None:
         code = "import torch_overlay; s = torch_overlay.status(); print(s.enabled, s.why)"
         # An option's variable that isn't understood doesn't matter then.
-        result = self.run_code(code, TORCH_OVERLAY_DISABLE="Yes", TORCH_OVERLAY_STREAMS="perhaps")
+        result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "Yes", "TORCH_OVERLAY_STREAMS": "perhaps"})
         self.assertEqual(result.stdout, "False TORCH_OVERLAY_DISABLE=Yes is set in the environment\n", result.stderr)
-        result = self.run_code(code, TORCH_OVERLAY_DISABLE="off")
+        result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "off"})
         self.assertTrue(result.stdout.startswith("True"), result.stderr)
