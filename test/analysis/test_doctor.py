@@ -302,7 +302,7 @@ class TestWhatIsSeen(CommandTests):
         script = self.script(PRINTS)
         done = form.fork_command("doctor", "--simulate", "--no-tries", "--json", script)
         self.assertEqual(json.loads(done.stdout)["target"], script)
-        for words in ("loaded", "no newline", "the end"):
+        for words in ("loaded", "no newline\n", "the end"):
             self.assertIn(words, done.stderr)
 
     def test_each_process_draws_the_same_inputs(self) -> None:
