@@ -114,20 +114,16 @@ class FakeUpstream(unittest.TestCase):
     """A package `torchfake` with a folder of its own, and installers for tables about it."""
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
         (self.root / "torchfake").mkdir()
         self.write("torchfake/__init__.py", "")
         self.write("torchfake/upstream.py", UPSTREAM)
         self.write("torchfake/holder.py", HOLDER)
         self.write("torchfake_ours.py", OURS)
-        sys.path.insert(0, folder.name)
-        self.addCleanup(sys.path.remove, folder.name)
+        sys.path.insert(0, str(self.root))
+        self.addCleanup(sys.path.remove, str(self.root))
         self.addCleanup(self.forget)
-        patcher = mock.patch.object(verify, "torch_root", return_value=self.root)
-        patcher.start()
-        self.addCleanup(patcher.stop)
+        self.enterContext(mock.patch.object(verify, "torch_root", return_value=self.root))
         self.installers: list[Installer] = []
 
     def forget(self) -> None:
@@ -148,6 +144,12 @@ class FakeUpstream(unittest.TestCase):
     def installer(self, *seams: Seam) -> Installer:
         installer = Installer(lambda: seams)
         self.installers.append(installer)
+        return installer
+
+    def enabled(self, *seams: Seam | str) -> Installer:
+        """An installer of seams, or of those with these names, when it is enabled."""
+        installer = self.installer(*(self.seam(s) if isinstance(s, str) else s for s in seams))
+        installer.enable()
         return installer
 
     def load(self, name: str = "upstream"):

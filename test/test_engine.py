@@ -6,15 +6,12 @@ what concerns the real table runs in fresh interpreters.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
-import io
 import json
 import os
 import pickle
-import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +28,7 @@ from unittest import mock
 
 import form
 from fake_upstream import FakeUpstream, HOLDER, OURS, UPSTREAM
+from printed import printed
 
 
 if not form.PATCHED:
@@ -95,8 +93,7 @@ class TestKinds(FakeUpstream):
         self.assertEqual(before, {owner: dict(vars(owner)) for owner in (module.Thing, module.Child)})
 
     def test_wrap_every_kind_of_function_of_a_module_imported_later(self) -> None:
-        installer = self.installer(*map(self.seam, self.NAMES))
-        installer.enable()
+        installer = self.enabled(*self.NAMES)
         self.assertNotIn("torchfake.upstream", sys.modules)
         module = self.load()
         self.assertEqual(self.results(module), self.WITH)
@@ -135,8 +132,7 @@ class Full:
             with self.subTest(loaded_before=loaded_before):
                 self.forget()
                 module = self.load() if loaded_before else None
-                installer = self.installer(self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register"))
-                installer.enable()
+                installer = self.enabled(self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register"))
                 module = module or self.load()
                 self.assertEqual((module.LIMIT, module.REGISTERED), (9, ["ours"]))
                 installer.disable()
@@ -150,8 +146,7 @@ class Full:
             Seam(f"torchfake.{module}:", f"torchfake_ours:register_{which}", "register", None, "", "a test")
             for module, which in (("upstream", "first"), ("holder", "second"))
         ]
-        installer = self.installer(*seams)
-        installer.enable()
+        installer = self.enabled(*seams)
         installer.disable()
         self.assertEqual(sys.modules["torchfake_ours"].CALLS, ["first", "second", "not second", "not first"])
 
@@ -193,8 +188,7 @@ class Full:
         program.plain, program.saved, program.method, program.kept = plain, plain, method, [method]
         for name, saved in (("a_program", 2), ("__main__", 2), ("torchfake.other", 20), ("torch_overlay.ours", 20)):
             with self.subTest(name), mock.patch.dict(sys.modules, {name: program}):
-                installer = self.installer(self.seam("plain"), self.seam("Thing.method"))
-                installer.enable()
+                installer = self.enabled("plain", "Thing.method")
                 self.assertEqual((program.plain(1), program.saved(1)), (20, saved))
                 hook = program.hook = upstream.plain
                 installer.disable()
@@ -206,8 +200,7 @@ class Full:
         self.write("torchfake/holder.py", "from torchfake.upstream import Child\n")
         upstream, holder = self.load(), self.load("holder")
         original = upstream.Child
-        installer = self.installer(self.seam("Child", "subclass", "replace"))
-        installer.enable()
+        installer = self.enabled(self.seam("Child", "subclass", "replace"))
         self.assertIs(upstream.Child, holder.Child)
         self.assertEqual((holder.Child.ours, issubclass(holder.Child, original)), (True, True))
         installer.disable()
@@ -218,7 +211,7 @@ class Full:
         return self.load("late")
 
     def test_a_loader_stays_the_genuine_one(self) -> None:
-        self.installer(self.seam("plain")).enable()
+        self.enabled("plain")
         module = self.load()
         self.assertIs(module.__spec__.loader, module.__loader__)
         self.assertIn("def plain", module.__loader__.get_source(module.__name__))
@@ -238,7 +231,7 @@ class Full:
 
     def test_a_module_whose_import_fails_once(self) -> None:
         self.write("torchfake/upstream.py", "1 / 0\n" + textwrap.dedent(UPSTREAM))
-        self.installer(self.seam("plain")).enable()
+        self.enabled("plain")
         with self.assertRaises(ZeroDivisionError):
             self.load()
         self.write("torchfake/upstream.py", UPSTREAM)
@@ -246,8 +239,7 @@ class Full:
         self.assertEqual(self.load().plain(1), 20)
 
     def test_a_module_that_is_reloaded_gets_its_seams_again(self) -> None:
-        installer = self.installer(self.seam("plain"))
-        installer.enable()
+        installer = self.enabled("plain")
         module = importlib.reload(self.load())
         self.assertEqual(module.plain(1), 20)
         installer.disable()
@@ -337,8 +329,7 @@ class TestRefusals(FakeUpstream):
 
     def test_an_edit_elsewhere_in_the_file_is_no_harm(self) -> None:
         self.write("torchfake/upstream.py", "# edited\n" + textwrap.dedent(UPSTREAM))
-        installer = self.installer(self.seam("plain"))
-        installer.enable()
+        installer = self.enabled("plain")
         self.assertEqual(self.load().plain(1), 20)
         self.assertEqual(installer.edited_files, ["torchfake/upstream.py"])
 
@@ -414,7 +405,7 @@ class TestRefusals(FakeUpstream):
 
     def test_a_second_copy_of_the_overlay(self) -> None:
         self.load()
-        self.installer(self.seam("plain")).enable()
+        self.enabled("plain")
         second = self.installer(self.seam("plain"))
         with self.assertRaises(OverlayError) as caught:
             second.enable()
@@ -423,8 +414,7 @@ class TestRefusals(FakeUpstream):
     def test_a_registration_that_fails_is_rolled_back_with_everything_else(self) -> None:
         self.load()
         with self.assertRaises(ZeroDivisionError):
-            installer = self.installer(self.seam("plain"), self.seam("", "register_and_fail", "register"))
-            installer.enable()
+            self.enabled("plain", self.seam("", "register_and_fail", "register"))
         self.assertEqual(self.load().plain(1), 2)
         self.refused("bad_registration", self.seam("plain"), self.seam("", "register_badly", "register"))
 
@@ -436,8 +426,7 @@ class TestRefusals(FakeUpstream):
 
     def test_disable_when_somebody_wrapped_our_hook(self) -> None:
         module = self.load()
-        installer = self.installer(self.seam("plain"), self.seam("cached"))
-        installer.enable()
+        installer = self.enabled("plain", "cached")
         with mock.patch.object(module, "plain", lambda x: -x):
             with self.assertRaises(OverlayError) as caught:
                 installer.disable()
@@ -464,8 +453,7 @@ class TestRefusals(FakeUpstream):
         for case in cases:
             for leave in ("before_compilation", "disable"):
                 with self.subTest(case, leave=leave):
-                    installer = self.installer(*seams)
-                    installer.enable()
+                    installer = self.enabled(*seams)
                     for name, value in case.items():
                         setattr(saved[name].owner, saved[name].name, value)
                     if leave == "disable":
@@ -491,7 +479,7 @@ class TestRefusals(FakeUpstream):
 
         def enable_now() -> None:
             try:
-                self.installer(self.seam("plain")).enable()
+                self.enabled("plain")
             except OverlayError as error:
                 errors.append((error.reason, error.found.partition("under way ")[2]))
 
@@ -525,24 +513,16 @@ class TestThreads(FakeUpstream):
         module = self.load()
         original = module.plain
         installer = self.installer(self.seam("plain"), self.seam("cached"))
-        errors: list[BaseException] = []
         start = threading.Barrier(3)
 
-        def work() -> None:
-            try:
-                start.wait()
-                for _ in range(25):
-                    installer.enable()
-                    installer.disable()
-            except BaseException as error:
-                errors.append(error)
+        def work(_: int) -> None:
+            start.wait()
+            for _ in range(25):
+                installer.enable()
+                installer.disable()
 
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(errors, [])
+        with ThreadPoolExecutor(3) as pool:
+            self.assertEqual([*pool.map(work, range(3))], [None] * 3)
         self.assertIs(module.plain, original)
         installer.enable()
         self.assertEqual(module.plain(1), 20)
@@ -638,7 +618,7 @@ class TestThreads(FakeUpstream):
                 entered.wait(0.01)
             entered.wait(0.2)
             try:
-                self.installer(self.seam("plain")).enable()
+                self.enabled("plain")
             except OverlayError as error:
                 errors.append(error)
 
@@ -898,9 +878,7 @@ EXITS = """
 class TestCommandLine(unittest.TestCase):
     def here(self, *arguments: str) -> tuple[int, str, str]:
         """The same, in this process."""
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = main(list(arguments))
-        return status, out.getvalue(), errors.getvalue()
+        return printed(main, list(arguments))
 
     def test_status_begins_with_the_machine_and_counts_seams(self) -> None:
         from torch_overlay.seam_table import SEAMS
@@ -1056,21 +1034,20 @@ class TestCommandLine(unittest.TestCase):
 
     def test_output_that_nobody_reads_or_that_has_no_room(self) -> None:
         """No traceback, of ours or of Python's end."""
+        gone, closed = "reader, gone = os.pipe(); os.close(reader); os.dup2(gone, 1)", "os.close(1); sys.stdout = None"
+        for first in (gone, closed):
+            with self.subTest(first):
+                result = form.fork_command("status", first=f"import os\n{first}")
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "torch_overlay", "status"]
+            result = subprocess.run(command, cwd=form.ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
         no_room = "torch_overlay: the output could not be written: [Errno 28] No space left on device\n"
-        for command, shell, status, errors in (
-            ("status", "{} | true; exit ${{PIPESTATUS[0]}}", 0, ""),  # through rich, where it is installed
-            ("status", "{} > /dev/full", 2, no_room),
-            ("status", "{} >&-", 0, ""),
-        ):
-            with self.subTest(shell, command=command):
-                text = shell.format(shlex.join([sys.executable, "-m", "torch_overlay", command]))
-                result = subprocess.run(["bash", "-c", text], cwd=form.ROOT, capture_output=True, text=True)
-                self.assertEqual((result.returncode, result.stderr), (status, errors))
+        self.assertEqual((result.returncode, result.stderr), (2, no_room))
 
     def test_characters_that_the_terminal_does_not_have(self) -> None:
-        command = [sys.executable, "-m", "torch_overlay", "status"]
-        env = {**os.environ, "COLUMNS": "200", "PYTHONIOENCODING": "ascii", "TORCH_OVERLAY_STREAMS": "m\u00f6glich"}
-        result = subprocess.run(command, cwd=form.ROOT, env=env, capture_output=True, text=True)
+        env = {"COLUMNS": "200", "TORCH_OVERLAY_STREAMS": "m\u00f6glich"}
+        result = form.fork_command("status", env=env, first="sys.stdout.reconfigure(encoding='ascii')")
         self.assertEqual((result.returncode, result.stderr), (1, ""))
         self.assertIn("TORCH_OVERLAY_STREAMS is 'm\\xf6glich' in the environment", result.stdout)
 
@@ -1080,10 +1057,10 @@ class TestCommandLine(unittest.TestCase):
             package.mkdir()
             (package / "__init__.py").write_text("import torch_overlay\n")
             (package / "__main__.py").write_text("print(__import__('torch_overlay').status().enabled)\n")
-            path = os.pathsep.join([folder, str(form.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            command = [sys.executable, "-mpackage", "-mtorch_overlay", "torch_overlay"]
-            env = {**os.environ, "PYTHONPATH": path}
-            result = subprocess.run(command, env=env, capture_output=True, text=True)
+            started = "sys.orig_argv[:] = ['python', '-mpackage', '-mtorch_overlay', 'torch_overlay']"
+            run = "runpy.run_module('package', run_name='__main__', alter_sys=True)"
+            env = {"PYTHONPATH": os.pathsep.join([folder, str(form.ROOT)])}
+            result = form.fork_python(f"import runpy, sys\n{started}\n{run}", env=env)
             self.assertEqual((result.returncode, result.stdout), (0, "True\n"), result.stderr)
 
     def test_without_docstrings(self) -> None:

@@ -9,7 +9,6 @@ import torch
 
 import form
 import moe_experts
-import offloaded_transformer
 import prefetch_loop
 import train_moe_experts
 import train_prefetch_loop
@@ -18,6 +17,16 @@ import transformer_side_branch
 from torch_overlay._inductor.streams.memory_report import account
 from torch_overlay._inductor.streams.plan import Plan
 from torch_overlay.testing import compile_only, Compiled, simulated_gpu
+
+
+def printed(example: str) -> str:
+    """By the example as a script, without a GPU."""
+    folder = str(form.ROOT / "examples")
+    code = f"import runpy, sys; sys.path.insert(0, {folder!r})\n"
+    code += f"runpy.run_path({folder + '/' + example!r}, run_name='__main__')"
+    result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 class ExampleTest(unittest.TestCase):
@@ -43,7 +52,7 @@ class ExampleTest(unittest.TestCase):
     @form.overlay_only
     @form.slow
     def test_script_prints_its_plans(self) -> None:
-        self.assertEqual(self.run_as_script().count("waits before"), 1 + self.backward)
+        self.assertEqual(printed(f"{self.example.__name__}.py").count("waits before"), 1 + self.backward)
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -54,13 +63,6 @@ class ExampleTest(unittest.TestCase):
 
     def operations(self, stream: int) -> int:
         return sum(op.stream == stream for op in self.plan.ops)
-
-    def run_as_script(self) -> str:
-        code = f"import runpy, sys; sys.path.insert(0, {str(form.ROOT / 'examples')!r})\n"
-        code += f"runpy.run_path({self.example.__file__!r}, run_name='__main__')"
-        result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-        return result.stdout
 
 
 class TestPrefetchLoop(ExampleTest):
@@ -102,7 +104,7 @@ class TestPrefetchLoop(ExampleTest):
 
     @form.overlay_only
     def test_script_prints_its_plans(self) -> None:
-        self.assertIn("waits before", self.run_as_script())
+        self.assertIn("waits before", printed(f"{self.example.__name__}.py"))
 
 
 class TestMoeExperts(ExampleTest):
@@ -202,7 +204,7 @@ class TestTrainMoeExperts(TrainingTest):
     @form.overlay_only
     @form.slow
     def test_script_prints_its_plans(self) -> None:
-        text = self.run_as_script()
+        text = printed(f"{self.example.__name__}.py")
         self.assertIn("waits before", text)
         self.assertIn("at the peak", text)
 
@@ -211,22 +213,14 @@ class TestOffloadedTransformer(unittest.TestCase):
     @form.overlay_only
     @form.slow
     def test_script_says_what_waits_on_the_host_and_when_it_is_copied(self) -> None:
-        code = f"import runpy; runpy.run_path({offloaded_transformer.__file__!r}, run_name='__main__')"
-        result = form.fork_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-        self.assertRegex(result.stdout, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
-        self.assertRegex(result.stdout, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")
+        text = printed("offloaded_transformer.py")
+        self.assertRegex(text, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
+        self.assertRegex(text, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")
 
 
 @form.overlay_only
 class TestGraphs(unittest.TestCase):
     """Examples of CUDA graphs, as scripts without a GPU: their text about the simulated one."""
-
-    def printed(self, name: str) -> str:
-        code = f"import runpy; runpy.run_path({str(form.ROOT / 'examples' / name)!r}, run_name='__main__')"
-        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-        return result.stdout
 
     def rows(self, text: str) -> dict[str, list[str]]:
         """Calls, calls by graph and graphs of each compiled function."""
@@ -236,40 +230,40 @@ class TestGraphs(unittest.TestCase):
         return {name: [*counts] for name, *counts in found}
 
     def test_item_is_found_at_its_line_and_its_removal_compared(self) -> None:
-        text = self.printed("remove_item.py")
+        text = printed("remove_item.py")
         self.assertRegex(text, r"1\. \[graph-break\] .*Tensor\.item\(\)[^\n]*\n +\S+remove_item\.py:\d+\n")
         self.assertRegex(text, r"First: without_item: .*graph breaks 1 -> 0, waits of the host 1 -> 0")
 
     def test_lengths_share_one_graph_where_all_is_pointwise(self) -> None:
-        rotated, model = self.rows(self.printed("varying_lengths.py")).values()
+        rotated, model = self.rows(printed("varying_lengths.py")).values()
         self.assertEqual(rotated, ["10", "10", "1"])
         self.assertEqual(model, ["10", "6", "1"])  # each of four further lengths has run once as compiled
 
     @form.slow
     def test_decoding_steps_of_two_caches_are_one_graph(self) -> None:
-        self.assertEqual([*self.rows(self.printed("generate_static_cache.py")).values()], [["30", "30", "1"]])
+        self.assertEqual([*self.rows(printed("generate_static_cache.py")).values()], [["30", "30", "1"]])
 
     @form.slow
     def test_function_that_was_captured_by_hand_is_relaunched(self) -> None:
-        text = self.printed("graph_by_hand.py")
+        text = printed("graph_by_hand.py")
         self.assertRegex(text, r"relaunched +\d+ µs a call")
         self.assertEqual([*self.rows(text).values()], [["104", "104", "1"]])
 
     @form.slow
     def test_profile_names_the_launches_of_each_step(self) -> None:
-        text = self.printed("profile_step.py")
+        text = printed("profile_step.py")
         for name in ("step", "forward of compiled frame 0/0", "backward of compiled frame 0/0"):
             self.assertIn(f"   3 x {name}\n", text)
 
     @form.slow
     def test_blocks_under_fsdp2_are_graphs(self) -> None:
-        text = self.printed("train_ranks.py")
+        text = printed("train_ranks.py")
         self.assertIn("in_fsdp2\n100.0 %", text)
         self.assertEqual(sum(int(calls) for calls, *_ in self.rows(text).values()), 2 * 3 * 5)
 
     @form.slow
     def test_trainer_is_two_launches_for_each_batch(self) -> None:
-        text = self.printed("trainer.py")
+        text = printed("trainer.py")
         if importlib.util.find_spec("accelerate") is None:
             self.assertEqual(text, "The Trainer needs accelerate, which isn't installed: pip install accelerate\n")
             self.skipTest("accelerate is not installed")
@@ -277,7 +271,7 @@ class TestGraphs(unittest.TestCase):
 
     @form.slow
     def test_quantised_weights_are_in_one_graph(self) -> None:
-        text = self.printed("quantized.py")
+        text = printed("quantized.py")
         if importlib.util.find_spec("torchao") is None:
             self.assertEqual(text, "This example needs torchao, which isn't installed: pip install torchao\n")
             self.skipTest("torchao is not installed")

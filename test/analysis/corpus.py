@@ -10,7 +10,7 @@ from stream_programs._quiet import quiet
 from torch_overlay import config
 from torch_overlay.analysis.race_check.checking import check
 from torch_overlay.analysis.race_check.race_report import describe, Report
-from torch_overlay.testing import placement_checked, simulated_gpu
+from torch_overlay.testing import Compiled, observe, placement_checked, simulated_gpu
 
 
 # Programs with events that they could do without, and what their compiler doesn't know or doesn't use.
@@ -37,6 +37,21 @@ NEEDLESS = {
 def cases(programs: Any = PROGRAMS) -> list[tuple[str, str]]:
     """Each program in each of its modes."""
     return [(p.name, mode or "default") for p in programs for mode in p.modes]
+
+
+def mode_of(text: str) -> str | None:
+    return None if text == "default" else text
+
+
+def compile_program(
+    program: Program, mode: str | None = None, *, sleeps: bool = False, fold: bool = False
+) -> tuple[Compiled, Any]:
+    """Compile a program of the corpus down to wrapper text. Return what was generated, and what the call returned."""
+    torch._dynamo.reset()
+    threshold = config.fold_branches_below_us if fold else 0.0
+    with simulated_gpu(2), observe() as seen, config.patch(fold_branches_below_us=threshold):
+        instance = program.instance(program.compiler(mode), sleeps)
+        return seen, instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
 
 
 def check_program(
@@ -75,4 +90,19 @@ def needless(program: Program, report: Report) -> list[str]:
     return [] if program.name in NEEDLESS else [f"{r.site}: {r.why}" for r in report.redundant]
 
 
-__all__ = ["cases", "check_program", "findings", "needless"]
+def forked(side: Any) -> Any:
+    """A function of two matrices with work on both streams, which no program of the corpus is."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (x @ w).relu()
+        b = (x @ x).sin()
+        current.wait_stream(side)
+        return a @ b
+
+    return fn
+
+
+__all__ = ["cases", "check_program", "compile_program", "findings", "forked", "mode_of", "needless"]

@@ -1,8 +1,6 @@
 """`check` on compiled functions: what it finds, what it says, and the command line."""
 
 import collections
-import contextlib
-import io
 import itertools
 import re
 import tempfile
@@ -12,11 +10,13 @@ from typing import Any
 
 import corpus
 import torch
+from corpus import forked
 from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
 from torch._inductor.test_case import TestCase
 
 import form
+from printed import printed
 from stream_programs import by_name
 from torch_overlay import config
 from torch_overlay._cli import commands
@@ -26,19 +26,6 @@ from torch_overlay.analysis.race_check.race_report import Promise, Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.simulated_module import CheckError
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-def forked(side: Any) -> Any:
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (x @ w).relu()
-        b = x.sin()
-        current.wait_stream(side)
-        return a @ b
-
-    return fn
 
 
 def on_a_side_stream(work: Any, joins: bool) -> Any:
@@ -697,15 +684,6 @@ lost: after call 1, s1 may read output 0
             self.assertEqual(tuple(result.output.shape), (64, 64))
 
 
-class TestCheckWrapper(TestCase):
-    def test_text_of_a_module(self) -> None:
-        with simulated_gpu():
-            text = compile_only(forked(torch.cuda.Stream()), *inputs()).wrappers[0]
-        for owned in (False, True):
-            check_wrapper(text, owned=owned).raise_if_any()
-            self.assertFalse(check_wrapper(text.replace("ev1.wait(", "str("), owned=owned).ok)
-
-
 class TestCheckEager(TestCase):
     def test_without_a_gpu(self) -> None:
         if torch.cuda.is_available():
@@ -794,35 +772,27 @@ class TestNothingToCheck(TestCase):
 
 @form.overlay_only
 class TestCommandLine(TestCase):
-    def run_check(self, *arguments: str) -> Any:
-        """In a process of its own."""
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "model.py").write_text(PROGRAM)
-            arguments = tuple(a.replace("model.py", f"{folder}/model.py") for a in arguments)
-            return form.fork_python(
-                f"import sys; from torch_overlay.__main__ import main; sys.exit(main(['check', *{arguments!r}]))"
-            )
+    def run_check(self, *arguments: str) -> tuple[int, str, str]:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        Path(folder, "model.py").write_text(PROGRAM)
+        return printed(commands.main, ["check", *(a.replace("model.py", f"{folder}/model.py") for a in arguments)])
 
-    @form.slow
     def test_clean(self) -> None:
-        done = self.run_check("model.py:good", "--backward", "--calls", "3", "--plan")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("no races, no lost promises", done.stdout)
-        self.assertIn("exit", done.stdout)
+        status, out, err = self.run_check("model.py:good", "--backward", "--calls", "3", "--plan")
+        self.assertEqual(status, 0, err)
+        self.assertRegex(out, "(?s)exit.*no races, no lost promises")
 
-    @form.slow
     def test_racy_in_eager(self) -> None:
         """The compiled code orders what the function doesn't."""
-        for arguments, status in (((), 1), (("--eager-races", "ok"), 0)):
-            done = self.run_check("model.py:unjoined", "--no-misaligned", *arguments)
-            self.assertEqual(done.returncode, status, done.stdout + done.stderr)
-            self.assertRegex(done.stdout, r"^in eager the function has \d race")
+        for arguments, expected in (((), 1), (("--eager-races", "ok"), 0)):
+            status, out, err = self.run_check("model.py:unjoined", "--no-misaligned", *arguments)
+            self.assertEqual(status, expected, out + err)
+            self.assertRegex(out, r"^in eager the function has \d race")
 
     def test_racy(self) -> None:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
-            (Path(folder) / "model.py").write_text(PROGRAM)
-            self.assertEqual(commands.main(["check", f"{folder}/model.py:racy"]), 1)
-        self.assertRegex(out.getvalue(), r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
+        status, out, _ = self.run_check("model.py:racy")
+        self.assertEqual(status, 1)
+        self.assertRegex(out, r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 
     def test_reader_that_is_gone_changes_no_status(self) -> None:
         """Nor does the program fail, which prints there, too."""
@@ -832,7 +802,6 @@ class TestCommandLine(TestCase):
             done = form.fork_command("check", f"{folder}/model.py:talkative", first=gone)
         self.assertEqual((done.returncode, done.stderr, done.stdout), (1, "", ""))
 
-    @form.slow
     def test_bad_usage(self) -> None:
         for arguments, text in (
             (("model.py:Net",), "model.py is a class: name a function, or an instance of the class"),
@@ -844,6 +813,6 @@ class TestCommandLine(TestCase):
             (("model.py:good", "--calls", "0"), "--calls must be at least 1, got 0"),
             (("model.py:broken",), "model.py:28: KeyError: 'model'"),
         ):
-            done = self.run_check(*arguments)
-            self.assertEqual(done.returncode, 2, done.stdout)
-            self.assertIn(text, done.stderr)
+            status, out, err = self.run_check(*arguments)
+            self.assertEqual(status, 2, out)
+            self.assertIn(text, err)

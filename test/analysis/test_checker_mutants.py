@@ -1,13 +1,12 @@
 """The checker is checked: mutants of programs, which it has to flag if they are wrong, and only then.
 
-Small random programs are judged by trying out every order of what they do (`brute_force`); mutants of compiled
-programs by what is known of plans (Note [Right and wrong by construction]). `tools/mutants` does the same for all
-programs and as many small ones as one wants.
+Small random programs are judged by trying out every order of what they do (`brute_force`, which `test_checker` asks
+about programs whose answer anybody can tell); mutants of compiled programs by what is known of plans (Note [Right and
+wrong by construction]). `tools/mutants` does the same for all programs and as many small ones as one wants.
 """
 
 import dataclasses
 
-import brute_force
 import corpus
 import mutants
 import plan_contract
@@ -17,7 +16,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 from stream_programs import by_name, PROGRAMS
-from torch_overlay.analysis.race_check.trace import HOST, Trace
 
 
 SOME = [(p.name, mode or "default") for p in PROGRAMS[::4] for mode in p.modes[:1]]
@@ -86,70 +84,3 @@ class TestPlans(TestCase):
         more = dataclasses.replace(plan, events=(*plan.events, more))
         _, wrong = plan_contract.mistakes([dataclasses.replace(request, plan=more)])
         self.assertTrue(any(what.startswith("needless: ev9") for what in wrong), wrong)
-
-
-class TestOracle(TestCase):
-    """The oracle itself, on programs whose answer anybody can tell."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.t = Trace()
-        self.x = self.t.alloc("x", 16, on="s0")
-        self.t.launch("fill", "s0", writes=[self.x])
-
-    def is_right(self) -> bool:
-        return brute_force.is_right(self.t.operations)
-
-    def test_unordered_read(self) -> None:
-        self.t.launch("use", "s1", reads=[self.x])
-        self.assertFalse(self.is_right())
-
-    def test_ordered_read(self) -> None:
-        self.t.record("e", "s0")
-        self.t.wait("e", "s1")
-        self.t.launch("use", "s1", reads=[self.x])
-        self.assertTrue(self.is_right())
-
-    def test_unordered_writes_that_nobody_reads(self) -> None:
-        self.t.launch("fill again", "s1", writes=[self.x])
-        self.assertFalse(self.is_right())
-
-    def test_unordered_cells(self) -> None:
-        self.t.synchronize()
-        self.t.launch("low", "s0", writes=[self.x[0:8]])
-        self.t.launch("high", "s1", writes=[self.x[8:16]])
-        self.assertTrue(self.is_right())
-
-    def test_host_reads_too_early(self) -> None:
-        self.t.launch("print", HOST, reads=[self.x])
-        self.assertFalse(self.is_right())
-
-    def test_host_waits(self) -> None:
-        self.t.synchronize(stream="s0")
-        self.t.launch("print", HOST, reads=[self.x])
-        self.assertTrue(self.is_right())
-
-    def test_block_handed_on_under_a_reader(self) -> None:
-        self.t.synchronize()
-        self.t.launch("use", "s1", reads=[self.x])
-        self.t.free(self.x)
-        self.t.launch("fill y", "s0", writes=[self.t.alloc("y", 16, on="s0")])
-        self.assertFalse(self.is_right())
-
-    def test_block_that_the_allocator_keeps(self) -> None:
-        self.t.synchronize()
-        self.t.launch("use", "s1", reads=[self.x])
-        self.t.record_stream(self.x, "s1")
-        self.t.free(self.x)
-        self.t.launch("fill y", "s0", writes=[self.t.alloc("y", 16, on="s0")])
-        self.assertTrue(self.is_right())
-
-    def test_block_handed_on_to_the_same_stream(self) -> None:
-        self.t.free(self.x)
-        self.t.launch("fill y", "s0", writes=[self.t.alloc("y", 16, on="s0")])
-        self.assertTrue(self.is_right())
-
-    def test_use_after_free(self) -> None:
-        self.t.free(self.x)
-        self.t.launch("use", "s0", reads=[self.x])
-        self.assertFalse(self.is_right())

@@ -52,9 +52,8 @@ def block(size: int, *frames: tuple[str, int, str], state: str = "active_allocat
 class TestMemoryBlocks(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = str(Path(folder.name, "cgenerated.py"))
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.path = str(Path(folder, "cgenerated.py"))
         self.seen = compiled_program()
         self.text = self.seen.wrappers[0]
         Path(self.path).write_text(self.text)

@@ -1,25 +1,24 @@
 """Timelines: the clock of a trace, the picture, the trace for Perfetto, profiles, the command line."""
 
-import contextlib
-import io
 import json
 import re
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from corpus import forked
 from torch import nn
 from torch._inductor.test_case import TestCase
 
 import form
+from printed import printed
 from torch_overlay import config
 from torch_overlay._cli import commands, program
 from torch_overlay._functorch.offload import log
-from torch_overlay.analysis import check, Timeline, timeline, Trace
+from torch_overlay.analysis import Timeline, timeline, Trace
 from torch_overlay.analysis.doctor import Diagnosis
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines import profile
@@ -156,8 +155,7 @@ class TestHidden(TestCase):
         return [s.hidden for s in with_hidden(lanes, slices) if s.kind != KERNEL]
 
     def test_part_of_a_copy_beside_kernels(self) -> None:
-        work = [(0, 0, 10, KERNEL), (0, 15, 20, KERNEL), (1, 5, 25, TO_HOST)]
-        self.assertEqual(self.hidden(*work), [0.5])
+        self.assertEqual(self.hidden((0, 0, 10, KERNEL), (0, 15, 20, KERNEL), (1, 5, 25, TO_HOST)), [0.5])
 
     def test_kernels_that_overlap_hide_once(self) -> None:
         self.assertEqual(self.hidden((0, 0, 10, KERNEL), (1, 5, 12, KERNEL), (1, 0, 24, FROM_HOST)), [0.5])
@@ -456,19 +454,6 @@ C 10 0 34.0 memory""",
 # ---- simulated runs
 
 
-def forked(side: Any) -> Any:
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (x @ w).relu()
-        b = (x @ x).sin()
-        current.wait_stream(side)
-        return a @ b
-
-    return fn
-
-
 def three_branches(streams: list[Any]) -> Any:
     def fn(x: torch.Tensor) -> torch.Tensor:
         current = torch.cuda.current_stream()
@@ -637,14 +622,6 @@ class TestOffload(TestCase):
         without = timeline(Layers().to("cuda"), x, backward=True)
         self.assertLess(found.peak, without.peak)
 
-    @simulated_gpu()
-    def test_check_runs_programs_with_offload(self) -> None:
-        model, x = Layers().to("cuda"), torch.randn(8192, 1024, device="cuda")
-        with config.patch(activation_offload={"budget_gb": 0.16}):
-            report = check(model, x, backward=True)
-        self.assertEqual([str(r) for r in report.races], [])
-        self.assertTrue(any("copy" in getattr(op, "name", "") for op in report.traces[0].operations))
-
     def test_tensor_of_another_slab_is_not_named(self) -> None:
         p = Program()
         slab, x = p.trace.alloc("slab", 999, HOST), p.trace.alloc("x", 512, "main")
@@ -681,25 +658,8 @@ def kineto() -> dict[str, Any]:
     host("cpu_op", "aten::mm", 1200, 10)  # of eager code after the call
     host("cuda_runtime", "cudaLaunchKernel", 1202, 4, correlation=30)
     device("kernel", "triton_poi_fused_sin_0", 1020.5, 20, 7, 11)
-    found.append(
-        {
-            "ph": "X",
-            "cat": "cuda_sync",
-            "name": "Stream Wait Event",
-            "pid": 0,
-            "tid": 13,
-            "ts": 1026,
-            "dur": 1,
-            "args": {
-                "device": 0,
-                "stream": 13,
-                "correlation": 13,
-                "wait_on_stream": 7,
-                "wait_on_cuda_event_record_corr_id": 12,
-                "wait_on_cuda_event_id": 3,
-            },
-        }
-    )
+    waited = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 12, "wait_on_cuda_event_id": 3}
+    device("cuda_sync", "Stream Wait Event", 1026, 1, 13, 13, **waited)
     device("kernel", "nvjet_hsh_128x128", 1042, 30, 13, 14)
     device("gpu_memset", "Memset (Device)", 1060, 1, 7, 16)
     device("kernel", "nvjet_hsh_64x64", 1062, 10, 7, 17)
@@ -909,17 +869,12 @@ def fails(x=None):
 class TestCommand(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.path = self.folder / "program.py"
         self.path.write_text(PROGRAM)
 
     def command(self, *argv: str) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = commands.main(["timeline", "--simulate", *argv])
-        return status, out.getvalue(), err.getvalue()
+        return printed(commands.main, ["timeline", "--simulate", *argv])
 
     def test_function_and_file_with_make(self) -> None:
         for target in (f"{self.path}:branch", str(self.path)):
@@ -968,13 +923,8 @@ class TestCommand(TestCase):
 
 @form.needs_gpu
 class TestGpu(TestCase):
-    @contextlib.contextmanager
-    def program(self) -> Iterator[tuple[Any, Any]]:
-        yield forked(torch.cuda.Stream()), (square(), square())
-
     def test_profile_has_streams_lines_events_and_memory(self) -> None:
-        with self.program() as (fn, args):
-            found = timeline(fn, *args, fullgraph=True)
+        found = timeline(forked(torch.cuda.Stream()), square(), square(), fullgraph=True)
         self.assertFalse(found.simulated)
         self.assertEqual(len({s.lane for s in found.slices}), 2)
         self.assertTrue(found.arrows, found.notes)
@@ -985,8 +935,7 @@ class TestGpu(TestCase):
         self.assertEqual(collisions(found.svg()), [])
 
     def test_relaunched_graph_has_its_kernels(self) -> None:
-        with self.program() as (fn, args):
-            found = timeline(fn, *args, mode="reduce-overhead")
+        found = timeline(forked(torch.cuda.Stream()), square(), square(), mode="reduce-overhead")
         self.assertGreaterEqual(sum(s.kind == KERNEL for s in found.slices), 5)
         self.assertEqual(complaints(json.loads(found.json())), [])
 

@@ -29,10 +29,8 @@ class WithFinders(FakeUpstream):
         finders = list(sys.meta_path)
         self.addCleanup(lambda: sys.meta_path.__setitem__(slice(None), finders))
 
-    def enabled(self, *names: str):
-        installer = self.installer(*map(self.seam, names or ("plain", "Thing.method")))
-        installer.enable()
-        return installer
+    def enabled(self, *seams):
+        return super().enabled(*(seams or ("plain", "Thing.method")))
 
     def states(self, installer) -> set[str]:
         with mock.patch("torch_overlay._engine.report.FEATURES", {}):
@@ -237,8 +235,7 @@ class TestModulesLoadedPast(WithFinders):
 
     def test_what_a_seam_left_as_it_is_or_somebody_took_away_is_not_missed(self) -> None:
         self.write("torchfake_ours.py", OURS + "\ndef unchanged(original):\n    return original\n")
-        installer = self.installer(self.seam("plain", "unchanged", "replace"), self.seam("Thing.method"))
-        installer.enable()
+        installer = self.enabled(self.seam("plain", "unchanged", "replace"), "Thing.method")
         module = self.load()
         with mock.patch.object(module, "Thing", None), self.assertNoLogs("torch_overlay", "WARNING"):
             installer.before_compilation()

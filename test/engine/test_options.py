@@ -4,14 +4,14 @@ import contextlib
 import importlib
 import math
 import pickle
-import threading
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch._inductor.config
 
 import form
-from torch_overlay import config
+from torch_overlay import _options, config
 from torch_overlay._options import MODES
 
 
@@ -127,13 +127,11 @@ class TestAssignment(unittest.TestCase):
         self.assertFalse(config.patch(streams=False)(lambda: config.streams)())
 
     def test_assignment_holds_in_its_thread_and_in_hashes(self) -> None:
-        seen, before = [], config.get_hash()
-        with config.patch(streams=False):
-            thread = threading.Thread(target=lambda: seen.append(config.streams))
-            thread.start()
-            thread.join()
+        before = config.get_hash()
+        with config.patch(streams=False), ThreadPoolExecutor(1) as pool:
+            self.assertTrue(pool.submit(lambda: config.streams).result())
             self.assertNotEqual(config.get_hash(), before)
-        self.assertEqual((seen, config.get_hash()), ([True], before))
+        self.assertEqual(config.get_hash(), before)
 
     @form.overlay_only
     def test_status_says_what_is_on_and_who_decided(self) -> None:
@@ -188,17 +186,12 @@ SHOW = "import torch_overlay\nprint([getattr(torch_overlay.config, name) for nam
 class TestEnvironment(unittest.TestCase):
     """Variables are read at the import, in a process of its own; several are set at once, since it takes seconds."""
 
-    def run_code(self, code: str, **env: str):
-        return form.fork_python(code, env=env)
-
     def test_usual_spellings(self) -> None:
         for text, value in (
             *((text, True) for text in ("1", "true", "YES", "On", " y ")),
             *((text, False) for text in ("0", "false", "No", "OFF", "n")),
         ):
             with self.subTest(text), mock.patch.dict("os.environ", TORCH_OVERLAY_STREAMS=text):
-                from torch_overlay import _options
-
                 self.assertEqual(_options.from_environment(), {"streams": value})
                 self.assertEqual(_options.switched_on("TORCH_OVERLAY_STREAMS"), value)
         with mock.patch.dict("os.environ", TORCH_OVERLAY_STREAMS="", TORCH_OVERLAY_CUDAGRAPHS=" "):
@@ -206,15 +199,11 @@ class TestEnvironment(unittest.TestCase):
             self.assertFalse(_options.switched_on("TORCH_OVERLAY_STREAMS"))
 
     def test_none_is_the_default_of_nvtx(self) -> None:
-        from torch_overlay import _options
-
         for text, value in (("None", None), ("on", True), ("0", False)):
             with mock.patch.dict("os.environ", TORCH_OVERLAY_NVTX=text):
                 self.assertEqual(_options.from_environment(), {"nvtx": value})
 
     def test_variables_that_nobody_reads(self) -> None:
-        from torch_overlay import _options
-
         given = {"STREAM": "0", "CUDAGRAPHS": "off", "DISABLE": "1", "ZZZ": ""}
         given = {f"TORCH_OVERLAY_{name}": text for name, text in given.items()}
         with mock.patch.dict("os.environ", given), self.assertLogs(_options.log, "WARNING") as logs:
@@ -239,7 +228,7 @@ class TestEnvironment(unittest.TestCase):
             "\nwith torch_overlay.config.patch(streams=True): print(torch_overlay.config.streams)"
             "\nprint(torch_overlay.config.streams)"
         )
-        result = self.run_code(code, **{f"TORCH_OVERLAY_{name.upper()}": text for name, (text, _) in env.items()})
+        result = form.fork_python(code, env={f"TORCH_OVERLAY_{n.upper()}": text for n, (text, _) in env.items()})
         self.assertEqual(result.returncode, 0, result.stderr)
         lines = result.stdout.splitlines()
         self.assertEqual(lines[0], str([value for _, value in env.values()]))
@@ -248,8 +237,6 @@ class TestEnvironment(unittest.TestCase):
         self.assertEqual(lines[2:], ["True", "False"])
 
     def test_unknown_spellings_are_one_error(self) -> None:
-        from torch_overlay import _options
-
         for name, text, takes in (
             ("streams", "maybe", "1, true, yes or on, or 0, false, no or off"),
             ("streams", "2", "1, true, yes or on, or 0, false, no or off"),
@@ -285,7 +272,7 @@ assert not any("Late" in type(finder).__name__ for finder in sys.meta_path)
 """
         for name in ("TORCH_OVERLAY_STREAMS", "TORCH_OVERLAY_DISABLE"):
             with self.subTest(name):
-                result = self.run_code(code, **{name: "perhaps"})
+                result = form.fork_python(code, env={name: "perhaps"})
                 expected = (
                     f"{name} is 'perhaps' in the environment; it takes 1, true, yes or on, or 0, false, no or off"
                 )
@@ -294,7 +281,7 @@ assert not any("Late" in type(finder).__name__ for finder in sys.meta_path)
     def test_disabled_in_other_spellings(self) -> None:
         code = "import torch_overlay; s = torch_overlay.status(); print(s.enabled, s.why)"
         # An option's variable that isn't understood doesn't matter then.
-        result = self.run_code(code, TORCH_OVERLAY_DISABLE="Yes", TORCH_OVERLAY_STREAMS="perhaps")
+        result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "Yes", "TORCH_OVERLAY_STREAMS": "perhaps"})
         self.assertEqual(result.stdout, "False TORCH_OVERLAY_DISABLE=Yes is set in the environment\n", result.stderr)
-        result = self.run_code(code, TORCH_OVERLAY_DISABLE="off")
+        result = form.fork_python(code, env={"TORCH_OVERLAY_DISABLE": "off"})
         self.assertTrue(result.stdout.startswith("True"), result.stderr)

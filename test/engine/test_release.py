@@ -79,7 +79,7 @@ class TestRelease(FakeUpstream):
     def in_a_process(self, code: str, **env: str) -> list[str]:
         """Lines that a patch release with the code of the installed PyTorch prints."""
         renamed = "import torch\ntorch.__version__ = torch.torch_version.TorchVersion('2.15.1+cu132')\n"
-        result = form.run_python(renamed + code, env=env)
+        result = form.fork_python(renamed + code, env=env)
         self.assertEqual(result.returncode, 0, result.stderr)
         return [line for line in (result.stdout + result.stderr).splitlines() if "2.15.1" in line]
 

@@ -56,9 +56,7 @@ print([frame for frame in dynamo_tls.traced_frame_infos if "torch_overlay/" in f
 @form.overlay_only
 class TestLinks(unittest.TestCase):
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def link(self, name: str, to: Path = PACKAGE) -> Path:
         path = self.folder / name

@@ -16,8 +16,8 @@ import os
 import random
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -47,6 +47,7 @@ from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, 
 from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
 from torch_overlay._functorch.offload.plan import _fits, _set, _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
+from torch_overlay._inductor.offload.schedule import Schedule
 from torch_overlay._inductor.relaunch import attachments, causes, runner
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
@@ -65,14 +66,6 @@ MB = 10**6
 # ---- the plan
 
 
-def chain(layers: int, us: float = 10.0, size: int = MB) -> Model:
-    """Layer i saves what it makes; the backward reads that in the reverse order."""
-    forward = [Step(f"f{i}", us, {f"a{i}": size}, frozenset({f"a{i - 1}"} if i else set())) for i in range(layers)]
-    backward = [Step(f"b{i}", us, {f"g{i}": size}, frozenset({f"a{i}", f"g{i + 1}"})) for i in reversed(range(layers))]
-    saved = {f"a{i}": size for i in range(layers)}
-    return Model(forward, backward, saved, ["g0"], [Candidate(name, size) for name in saved])
-
-
 def layers(
     rows: Sequence[tuple[float, int, int]], again: Mapping[int, tuple[float, int]] = {}, at_once: bool = False
 ) -> Model:
@@ -89,6 +82,11 @@ def layers(
     recomputed = {f"a{i}": Recompute(us, frozenset({f"a{source}"})) for i, (us, source) in again.items()}
     candidates = [Candidate(name, size, again=recomputed.get(name)) for name, size in saved.items()]
     return Model(forward, backward, saved, ["g0"], candidates, at_once)
+
+
+def chain(count: int, again: Mapping[int, tuple[float, int]] = {}, at_once: bool = False) -> Model:
+    """Layer i saves what it makes; the backward reads that in the reverse order."""
+    return layers([(10.0, 1, 1)] * count, again, at_once)
 
 
 def slow_back(us: float) -> Link:
@@ -116,8 +114,7 @@ class TestPlan(TestCase):
 
     def test_launched_graph_holds_what_goes_in_and_comes_out_from_its_begin_to_its_end(self) -> None:
         """A backward of stages, here of two steps each, holds it for as long as a stage takes."""
-        model = chain(8)
-        graphed = Model(model.forward, model.backward, model.saved, ["g0"], model.candidates, at_once=True)
+        model, graphed = chain(8), chain(8, at_once=True)
         self.assertEqual([n // MB for n in graphed._forward_live({}, ())], [8] * 8)
         self.assertEqual([n // MB for n in model._forward_live({}, ())], [1, 2, 3, 4, 5, 6, 7, 8])
         self.assertEqual([n // MB for n in graphed._backward_live({}, ())], [9, 10, 8, 8, 6, 6, 5, 4])
@@ -128,8 +125,7 @@ class TestPlan(TestCase):
     def test_steps_that_wait_for_copies_so_that_the_peak_fits_are_counted(self) -> None:
         """Layers take 10 us and copies 15; a launch has the memory of all that stays from its begin on, so copies of
         layers in a row can't fall after. Those of every second one or so needn't."""
-        model = chain(20)
-        graphed = Model(model.forward, model.backward, model.saved, ["g0"], model.candidates, at_once=True)
+        graphed = chain(20, at_once=True)
         link = Link(out=MB / 15, back=MB / 15, latency_us=0.0)
         in_a_row = [f"a{i}" for i in range(8)]
         self.assertEqual(graphed.peak(in_a_row), 14 * MB)
@@ -140,23 +136,15 @@ class TestPlan(TestCase):
 
     def test_recomputation_takes_the_place_of_most_copies_where_the_link_is_far_too_slow(self) -> None:
         """Each second value can be made of the one before it, for next to nothing."""
-        base = chain(20)
-        candidates = [
-            dataclasses.replace(c, again=Recompute(0.5, frozenset({f"a{i - 1}"})) if i % 2 else None)
-            for i, c in enumerate(base.candidates)
-        ]
+        again = {i: (0.5, i - 1) for i in range(1, 20, 2)}
         link = Link(out=MB / 60, back=MB / 60, latency_us=0.0)
         for at_once in (False, True):
-            without = choose(
-                Model(base.forward, base.backward, base.saved, ["g0"], base.candidates, at_once), 12 * MB, link
-            )
-            model = Model(base.forward, base.backward, base.saved, ["g0"], candidates, at_once)
-            found = choose(model, 12 * MB, link)
+            without = choose(chain(20, at_once=at_once), 12 * MB, link)
+            found = choose(chain(20, again, at_once), 12 * MB, link)
             self.assertLessEqual(found.peak, 12 * MB)
             self.assertGreater(len(found.recomputed), len(found.chosen))
             self.assertLess(found.exposed_us + found.recompute_us, without.exposed_us / 2)
-            read = {name for c in candidates if c.name in found.recomputed and c.again for name in c.again.reads}
-            self.assertTrue(read.isdisjoint(found.recomputed))
+            self.assertTrue({f"a{again[int(name[1:])][1]}" for name in found.recomputed}.isdisjoint(found.recomputed))
 
     def test_spread_sets_are_spread_however_many_are_taken(self) -> None:
         model = chain(64)
@@ -219,41 +207,13 @@ class TestPlan(TestCase):
 
     def test_what_is_cheap_to_compute_again_is_not_copied_where_the_copy_would_show(self) -> None:
         slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
-        model = chain(8)
-        again = Recompute(1.0, frozenset({"a0"}))
-        model.candidates = [dataclasses.replace(c, again=again if c.name == "a1" else None) for c in model.candidates]
+        model = chain(8, {1: (1.0, 0)})
         found = choose(model, 6 * MB, slow)
         self.assertEqual(found.recomputed, ("a1",))
         self.assertNotIn("a1", found.chosen)
         self.assertLessEqual(found.peak, 6 * MB)
         self.assertEqual(found.recompute_us, 1.0)
         self.assertEqual(choose(model, 6 * MB, FAST).recomputed, ())
-
-    def test_what_is_cheap_to_compute_again_takes_the_place_of_copies_of_others_that_would_show(self) -> None:
-        """Half of the values can be made of others, for next to nothing; the plan would have copied the first ones."""
-        base = chain(8)
-        cheap = [
-            dataclasses.replace(c, again=Recompute(0.5, frozenset({f"a{i - 1}"})) if i % 2 and i >= 5 else None)
-            for i, c in enumerate(base.candidates)
-        ]
-        slow = Link(out=MB / 25, back=MB / 25, latency_us=0.0)
-        without = choose(base, 5 * MB, slow)
-        self.assertGreater(without.exposed_us, 0)
-        model = Model(base.forward, base.backward, base.saved, ["g0"], cheap)
-        found = choose(model, 5 * MB, slow)
-        self.assertTrue(set(found.recomputed) & {"a5", "a7"}, found)
-        self.assertLess(found.exposed_us + found.recompute_us, without.exposed_us)
-        self.assertLessEqual(found.peak, without.peak)
-
-    def test_value_that_another_recomputation_reads_is_not_computed_again_itself(self) -> None:
-        slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
-        model = chain(8)
-        reads = {"a1": "a0", "a2": "a1"}
-        model.candidates = [
-            dataclasses.replace(c, again=Recompute(1.0, frozenset({reads[c.name]})) if c.name in reads else None)
-            for c in model.candidates
-        ]
-        self.assertEqual(len(choose(model, 6 * MB, slow).recomputed), 1)
 
     def test_copy_that_would_take_longer_than_its_slack_comes_later(self) -> None:
         """The larger value has more slack, but not enough for its copy back, whose direction is the slower one."""
@@ -449,15 +409,6 @@ class TestSlabs(TestCase):
                 y.backward()
                 self.assertEqual(offload_runtime.live(), {"slabs": 1, "in_use": 0, "bytes": 4096})
 
-    def test_retained_graph_keeps_its_slab(self) -> None:
-        x = torch.ones(3, requires_grad=True)
-        with host_slabs():
-            y = _Keep.apply(x).sum()
-            y.backward(retain_graph=True)
-            self.assertEqual(offload_runtime.live()["in_use"], 1)
-            y.backward()
-            self.assertEqual(offload_runtime.live()["in_use"], 0)
-
     def test_forward_whose_backward_never_runs_frees_its_slab(self) -> None:
         x = torch.ones(3, requires_grad=True)
         with host_slabs():
@@ -557,14 +508,8 @@ class TestSlabs(TestCase):
 
     def test_threads_take_different_slabs(self) -> None:
         with host_slabs():
-            found: list[torch.Tensor] = []
-            threads = [
-                threading.Thread(target=lambda: found.append(offload_runtime.take_slab(64, 0))) for _ in range(8)
-            ]
-            for t in threads:
-                t.start()
-            for t in threads:
-                t.join()
+            with ThreadPoolExecutor(8) as pool:
+                found = [*pool.map(lambda _: offload_runtime.take_slab(64, 0), range(8))]
             self.assertEqual(len({s.data_ptr() for s in found}), 8)
 
     def test_pages_of_a_large_slab_are_made_by_several_threads(self) -> None:
@@ -782,11 +727,13 @@ def gradients(fn: Callable[..., Any], inputs: list[torch.Tensor], parameters: Se
 
 
 class TestValues(TestCase):
-    def check(self, fn: Callable[..., Any], *inputs: torch.Tensor, parameters: Any = (), least: int = 1) -> Any:
+    def check(
+        self, fn: Any, *inputs: torch.Tensor, parameters: Any = (), least: int = 1, by: Callable[..., Any] = everything
+    ) -> Any:
         given, parameters = [i.clone().requires_grad_() for i in inputs], list(parameters)
         with on_the_cpu():
             expected = gradients(interpret(fn), given, parameters)
-            with offloading(all_of_it=True) as reports:
+            with offloading(all_of_it=True, by=by) as reports:
                 compiled = interpret(fn)
                 for _ in range(2):
                     self.assertEqual(gradients(compiled, given, parameters), expected, rtol=0, atol=0)
@@ -807,14 +754,8 @@ class TestValues(TestCase):
     def test_computed_again(self) -> None:
         """With equal values: the same operations on the same inputs."""
         for model, x, least in ((Chain(32), torch.randn(8, 32), 3), (Attention(), torch.randn(2, 32, 64), 0)):
-            parameters = list(model.parameters())
-            x.requires_grad_()
-            with on_the_cpu():
-                expected = gradients(interpret(model), [x], parameters)
-                with offloading(all_of_it=True, by=recomputing) as reports:
-                    self.assertEqual(gradients(interpret(model), [x], parameters), expected, rtol=0, atol=0)
-                self.assertEqual(offload_runtime.live()["in_use"], 0)
-            self.assertGreaterEqual(len(reports[0].choice.recomputed), least)
+            report = self.check(model, x, parameters=model.parameters(), least=0, by=recomputing)
+            self.assertGreaterEqual(len(report.choice.recomputed), least)
 
     def test_what_the_caller_gets_stays(self) -> None:
         def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -834,12 +775,8 @@ class TestValues(TestCase):
             y = torch.nn.functional.dropout(torch.sin(x), 0.5)
             return torch.exp(y * noise(y.detach())) @ x
 
-        x = torch.randn(16, 16, requires_grad=True)
-        with on_the_cpu():
-            expected = gradients(interpret(fn), [x])
-            with offloading(all_of_it=True, by=recomputing) as reports:
-                self.assertEqual(gradients(interpret(fn), [x]), expected, rtol=0, atol=0)
-        self.assertGreater(len(reports[0].choice.recomputed), 0)
+        report = self.check(fn, torch.randn(16, 16), least=0, by=recomputing)
+        self.assertGreater(len(report.choice.recomputed), 0)
 
     def test_types(self) -> None:
         self.check(mixed_types, torch.randn(16, 16))
@@ -867,8 +804,9 @@ class TestValues(TestCase):
             expected = gradients(model, [x])[1]
             x.grad = None
             loss = interpret(model)(x)
-            loss.backward(retain_graph=True)
-            loss.backward()
+            for retain, in_use in ((True, 1), (False, 0)):
+                loss.backward(retain_graph=retain)
+                self.assertEqual(offload_runtime.live()["in_use"], in_use)
             self.assertEqual(x.grad, 2 * expected)
 
     def test_no_grad_takes_no_slab(self) -> None:
@@ -1003,8 +941,6 @@ class TestDecision(TestCase):
 
     def test_plan_of_the_graph_and_of_the_schedule_agree(self) -> None:
         """The peak that the choice is made by is the one that the final schedule has."""
-        from torch_overlay._inductor.offload.schedule import Schedule
-
         highest = []
         place = Schedule.place
 
@@ -1017,8 +953,6 @@ class TestDecision(TestCase):
         self.assertLessEqual(abs(max(highest) - seen.offloads[0].choice.peak), 4.3e6)
 
     def test_schedule_counts_views_of_one_tensor_once(self) -> None:
-        from torch_overlay._inductor.offload.schedule import Schedule
-
         def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             parts = [part.transpose(0, 1) for part in (x @ w).chunk(4, 1)]
             y = torch.sin(parts[0] @ parts[1].t()) @ torch.cos(parts[2] @ parts[3].t())
@@ -1110,12 +1044,7 @@ class TestWrapper(TestCase):
             seen = compile_only(
                 fn, *(torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2)), backward=True
             )
-        text = seen.calls(1)
-        self.assertIn("addmm", text)
-        lines = [line.strip() for line in text.splitlines()]
-        on_copy_stream = [after for line, after in zip(lines, lines[1:]) if line == "set_stream(stream_in)"]
-        self.assertTrue(on_copy_stream)
-        self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_in(")], [], text)
+        self.check_that_only_copies_are_on_their_stream(seen.calls(1), "in")
 
     def test_product_that_a_pass_makes_and_that_is_stored_is_computed_on_the_callers_stream(self) -> None:
         def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -1124,11 +1053,12 @@ class TestWrapper(TestCase):
         with simulated_gpu(), offloading(all_of_it=True):
             x, w, b = (torch.randn(size, device="cuda", requires_grad=True) for size in ((256, 256), (256, 256), 256))
             text = compile_only(fn, x, w, b, backward=True).calls(0)
+        self.check_that_only_copies_are_on_their_stream(text, "out")
+
+    def check_that_only_copies_are_on_their_stream(self, text: str, direction: str) -> None:
         self.assertIn("addmm", text)
-        lines = [line.strip() for line in text.splitlines()]
-        on_copy_stream = [after for line, after in zip(lines, lines[1:]) if line == "set_stream(stream_out)"]
-        self.assertTrue(on_copy_stream)
-        self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_out(")], [], text)
+        first = {launch.partition("(")[0] for launch in re.findall(rf"set_stream\(stream_{direction}\)\n *(.*)", text)}
+        self.assertEqual(first, {f"copy_{direction}"}, text)
 
     def test_load_is_allocated_on_the_ambient_stream_and_its_reader_waits(self) -> None:
         text = self.seen.calls(1)

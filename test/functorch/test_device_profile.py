@@ -58,12 +58,8 @@ class Counted:
 class TestProfile(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-        patched = mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder.name)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.enterContext(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=self.folder))
 
     def files(self) -> list[Path]:
         return sorted((Path(self.folder) / profile_cache.FOLDER).glob("*.json"))

@@ -11,6 +11,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
+from stream_programs._program import fork, join
 from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.memory import foreign_reads, memory_stream, record_inputs, result_memory
@@ -270,11 +271,10 @@ class TestPlans(TestCase):
         make, update = LISTS[kind]
 
         def fn(x):
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 listed = make(x)
-            current.wait_stream(side)
+            join(side)
             update(listed)
             return listed
 
@@ -287,11 +287,10 @@ class TestPlans(TestCase):
         side = torch.cuda.Stream()
 
         def fn(x, y, i):
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 made = x * 4 / 4
-            current.wait_stream(side)
+            join(side)
             return UPDATED_BY_A_CALL[kind](made, i, y)
 
         x, y = (torch.ones(5, 5, dtype=torch.complex64, device="cuda") for _ in range(2))
@@ -304,11 +303,10 @@ class TestPlans(TestCase):
         side = torch.cuda.Stream()
 
         def fn(x, y):
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
+            fork(side)
             with torch.cuda.stream(side):
                 solved = torch.linalg.solve(x, y)
-            current.wait_stream(side)
+            join(side)
             return solved
 
         report = check(fn, torch.ones(5, 5, device="cuda"), torch.ones(5, device="cuda"), mode="reduce-overhead")

@@ -2,13 +2,14 @@
 
 `TestPrograms` compiles the training programs of the corpus without a GPU, and runs forward and backward together on a
 simulated device (`check_step`). The other classes show one rule or one hazard each; "(S1)" names a silent bug of
-upstream's. `TestGpu` compares each program with ordered eager under injected delays.
+upstream's. `test_user_streams` compares each program on a GPU with ordered eager under injected delays.
 """
 
+import contextlib
 import copy
 import functools
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -19,15 +20,14 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
 import form
-from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
+from stream_programs import _program, by_name, gpu, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
 from torch_overlay._dynamo import backward_tables, compiled_backward, hooks, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
-from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
-from torch_overlay._inductor.streams.planner import plan_streams
+from torch_overlay._inductor.streams.plan import ENTRY
 from torch_overlay.analysis import check, check_step, check_wrapper
 from torch_overlay.analysis.race_check import step_check
 from torch_overlay.testing import Compiled, observe, simulated_gpu
@@ -35,7 +35,7 @@ from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 WRITTEN = [p.name for p in PROGRAMS if p.group.startswith("training")]
 DRAWN = [p.name for p in PROGRAMS if p.group == "random_training"]
-PAIRS = [(p.name, mode or "default") for p in PROGRAMS if p.name in WRITTEN for mode in p.modes]
+PAIRS = corpus.cases(by_name(name) for name in WRITTEN)
 
 # Other frames, or the caller, order what these leave unjoined: one wrapper can't show that.
 SYMBOLIC = ("train_dynamic_shapes",)
@@ -61,32 +61,21 @@ PASSED_THROUGH = (  # by gradients, and nothing else: a backward's only operatio
 
 
 @functools.cache
-def compile_step(name: str, mode: str | None = None, sleeps: bool = False, fold: bool = False) -> Compiled:
-    """Compile the frames of a training step. Small branches stay on their streams unless `fold` is set."""
-    return run_step(name, mode, sleeps, fold)[0]
+def compile_step(name: str, mode: str | None = None, **kwargs: bool) -> Compiled:
+    """Compile the frames of a training step."""
+    return corpus.compile_program(by_name(name), mode, **kwargs)[0]
 
 
-def run_step(name: str, mode: str | None, sleeps: bool, fold: bool) -> tuple[Compiled, list[str]]:
-    """The compiled step's frames, and what it returns."""
-    torch._dynamo.reset()
-    threshold = config.fold_branches_below_us if fold else 0.0
-    program = by_name(name)
-    with simulated_gpu(program.devices), observe() as seen, config.patch(fold_branches_below_us=threshold):
-        returned = _returned(program, program.instance(program.compiler(mode), sleeps))
-    return seen, returned
-
-
-def _returned(program: Program, instance: Instance) -> list[str]:
+def values(returned: Any) -> list[str]:
     """Gradients are counted by the leaves that have one: None is no value."""
-    outputs = instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
-    return [f"{v.dtype} {[*v.shape]} on {v.device}" for v in gpu._values(outputs) if isinstance(v, torch.Tensor)]
+    return [f"{v.dtype} {[*v.shape]} on {v.device}" for v in gpu._values(returned) if isinstance(v, torch.Tensor)]
 
 
 @functools.cache
 def returned_in_eager(name: str) -> list[str]:
     program = by_name(name)
     with simulated_gpu(program.devices):
-        return _returned(program, program.instance())
+        return values(program.instance().fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1))))
 
 
 def region(seen: Compiled, kind: str) -> Any:
@@ -95,16 +84,12 @@ def region(seen: Compiled, kind: str) -> Any:
     return copy.copy(found)
 
 
-def mode_of(text: str) -> str | None:
-    return None if text == "default" else text
-
-
 @instantiate_parametrized_tests
 class TestPrograms(TestCase):
     def check(self, name: str, mode: str | None = None, **kwargs: bool) -> None:
-        seen, returned = run_step(name, mode, kwargs.get("sleeps", False), kwargs.get("fold", False))
+        seen, returned = corpus.compile_program(by_name(name), mode, **kwargs)
         if name not in LAUNCHES:
-            self.assertEqual(returned, returned_in_eager(name))
+            self.assertEqual(values(returned), returned_in_eager(name))
         if by_name(name).fullgraph:
             self.assertEqual([str(b) for b in seen.graph_breaks], [])
         for r in seen.regions:
@@ -129,12 +114,12 @@ class TestPrograms(TestCase):
 
     @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_compiles(self, name: str, mode: str) -> None:
-        self.check(name, mode_of(mode))
+        self.check(name, corpus.mode_of(mode))
 
     @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_keeps_what_eager_promises(self, name: str, mode: str) -> None:
         """The whole step, with the caller around it: also of frees by frames that know no streams."""
-        report = corpus.check_program(by_name(name), mode_of(mode))
+        report = corpus.check_program(by_name(name), corpus.mode_of(mode))
         self.assertEqual(corpus.findings(report), [], report)
         self.assertEqual(corpus.needless(by_name(name), report), [])
 
@@ -335,27 +320,6 @@ class TestBoundary(TestCase):
             found.append((x.grad, count))
         self.assertEqual(found[1], found[0])
 
-    def test_memory_of_a_saved_tensor_is_freed_in_its_stream_s_order(self) -> None:
-        """Written on stream 1 by the forward, read on the caller's stream: stream 1 must not get the block before."""
-        ops = [
-            Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), promised_to=frozenset()),
-            Op(
-                "next",
-                1,
-                frozenset({"other"}),
-                frozenset({"b"}),
-                after=frozenset({CALLER}),
-                promised_to=frozenset({CALLER}),
-            ),
-        ]
-        saved = Buffer("saved", 0, fresh=False, saved_on=1)
-        plan = plan_streams(ops, [saved, Buffer("a", 0), Buffer("b", 1)])
-        self.assertEqual(plan.release["saved"], len(ops))
-        self.assertIn("saved", plan.unordered_at_exit)
-        settled = plan_streams(ops, [Buffer("saved", 0, fresh=False, saved_on=1, settles=True)])
-        self.assertNotIn("saved", settled.unordered_at_exit)
-        self.assertTrue(any((len(ops), 1) in e.waits for e in settled.events), settled.table())
-
     def test_saved_tensor_is_kept_until_its_stream_is_behind_the_last_read(self) -> None:
         text = region(compile_step("train_saved_memory"), "backward").wrapper
         lines = [line.strip() for line in text.splitlines()]
@@ -513,15 +477,9 @@ class TestPartition(TestCase):
     """Streams don't change what is saved and what is computed again."""
 
     def saved_bytes(self, name: str, streams: bool) -> int:
-        program = by_name(name)
-        torch._dynamo.reset()
-        with simulated_gpu(program.devices), observe() as seen:
-            if streams:
-                instance = program.instance(program.compiler(None))
-            else:
-                with mock.patch.object(Kit, "stream", lambda *args, **kwargs: torch.cuda.current_stream()):
-                    instance = program.instance(program.compiler(None))
-            instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
+        current = mock.patch.object(Kit, "stream", lambda *args, **kwargs: torch.cuda.current_stream())
+        with contextlib.nullcontext() if streams else current:
+            seen, _ = corpus.compile_program(by_name(name), fold=True)
         has_streams = bool(re.search("# stream [1-9]", "".join(seen.graphs)))
         self.assertEqual(has_streams, streams and name not in DEAD_BRANCHES)
         pairs = [
@@ -540,7 +498,6 @@ class TestPartition(TestCase):
     @simulated_gpu()
     def test_operation_of_two_streams_is_saved_once_and_stays_on_both(self) -> None:
         """Both branches take `exp(x)`; in the program without streams there is one."""
-        torch._dynamo.reset()
         sides = [torch.cuda.Stream() for _ in range(2)]
         weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2)]
 
@@ -585,8 +542,24 @@ def _bytes(text: str) -> int:
     return count
 
 
+def on_side(side: torch.Stream, weight: torch.Tensor | None = None) -> Any:
+    def forward(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x @ (x if weight is None else weight)
+        torch.cuda.current_stream().wait_stream(side)
+        return (y * x).sum()
+
+    return torch.compile(forward, fullgraph=True)
+
+
 class TestTable(TestCase):
     """Which stream objects a backward runs with."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(simulated_gpu())
+        self.x = torch.randn(8, 8, device="cuda", requires_grad=True)
 
     def tables(self, run: Any) -> list[list[int]]:
         """The streams of each backward, as they are installed for its run."""
@@ -601,32 +574,16 @@ class TestTable(TestCase):
             run()
         return found
 
-    def make(self, side: torch.Stream) -> Any:
-        def forward(x):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                y = x @ x
-            torch.cuda.current_stream().wait_stream(side)
-            return (y * x).sum()
-
-        return torch.compile(forward, fullgraph=True)
-
-    @simulated_gpu()
     def test_each_backward_has_its_forward_s_streams(self) -> None:
         """Upstream gives all of them the streams of the first function that the process compiled (S1)."""
-        torch._dynamo.reset()
         sides = [torch.cuda.Stream() for _ in range(3)]
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        losses = [self.make(side)(x) for side in sides]
+        losses = [on_side(side)(self.x) for side in sides]
         found = self.tables(lambda: [loss.backward() for loss in losses])
-        self.assertEqual([table[1] for table in found], [s.stream_id for s in sides])
+        self.assertEqual(found, [[torch.cuda.current_stream().stream_id, s.stream_id] for s in sides])
 
-    @simulated_gpu()
     def test_table_is_gone_after_the_backward(self) -> None:
         """It would live on in autograd's thread, and a forward that is computed again there could hand it on."""
-        torch._dynamo.reset()
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        loss = self.make(torch.cuda.Stream())(x)
+        loss = on_side(torch.cuda.Stream())(self.x)
         loss.backward(retain_graph=True)
         self.assertIsNone(objects.current())
         failure = mock.patch.object(objects, "_run_with", side_effect=RuntimeError("a kernel fails"))
@@ -635,41 +592,26 @@ class TestTable(TestCase):
         self.assertIsNone(objects.current())
         self.assertIsNone(hooks._thread.table)
 
-    @simulated_gpu()
     def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
-        torch._dynamo.reset()
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        loss = self.make(torch.cuda.Stream())(x)
+        loss = on_side(torch.cuda.Stream())(self.x)
         leave = objects.enter(torch.cuda.current_stream())
         outer = objects.current()
         loss.backward()
         self.assertIs(objects.current(), outer)
         leave()
 
-    @simulated_gpu()
     def test_backward_of_another_thread(self) -> None:
-        torch._dynamo.reset()
         side = torch.cuda.Stream()
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        fn = self.make(side)
-        fn(x).backward()
-        loss, found = fn(x), []
-
-        def run() -> None:
-            found.extend(self.tables(loss.backward))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        fn = on_side(side)
+        fn(self.x).backward()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(self.tables, fn(self.x).backward).result()
         self.assertEqual([table[1] for table in found], [side.stream_id])
 
-    @simulated_gpu()
     def test_backward_compiled_after_other_frames_knows_its_own_objects(self) -> None:
         """A backward is compiled at its first call; the numbers of streams then are another frame's."""
-        torch._dynamo.reset()
         from torch_overlay import frame_facts
 
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
 
         def forward(x):
@@ -681,8 +623,8 @@ class TestTable(TestCase):
                 torch.cuda.current_stream().wait_stream(side)
             return x.sum()
 
-        loss = torch.compile(forward, fullgraph=True)(x)
-        self.make(two)(x.detach())
+        loss = torch.compile(forward, fullgraph=True)(self.x)
+        on_side(two)(self.x.detach())
         described = []
         current = frame_facts.current
         with mock.patch.object(frame_facts, "current", lambda: described.append(current()) or described[-1]):
@@ -691,7 +633,6 @@ class TestTable(TestCase):
         origins = [sorted(i.origin for i in facts.objects) for facts in described]
         self.assertEqual(origins, [["caller", "current", "frame"]] * len(origins))
 
-    @simulated_gpu()
     def test_engine_that_knows_no_stream_is_ordered_behind_the_forward(self) -> None:
         """The only output is on the host, so autograd runs the node under whatever stream is current."""
         forward, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -705,9 +646,10 @@ class TestTable(TestCase):
             calls.append(f"{self.stream_id} waits for {stream.stream_id}")
 
         with torch.cuda.stream(other), mock.patch.object(torch.cuda.Stream, "wait_stream", wait):
-            snapshot.run(lambda: calls.append("backward"), ())
+            snapshot.run(lambda: calls.append(f"backward on {objects.get(0).stream_id}"), ())
         ids = forward.stream_id, other.stream_id
-        self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", "backward", f"{ids[0]} waits for {ids[1]}"])
+        backward = f"backward on {ids[1]}"
+        self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", backward, f"{ids[0]} waits for {ids[1]}"])
 
 
 @instantiate_parametrized_tests
@@ -718,16 +660,6 @@ class TestCompiledAutograd(TestCase):
         found = [r for r in compile_step(name, mode).regions if r.kind == "inference"]
         self.assertTrue(found)
         return found
-
-    def make(self, side: torch.Stream, weight: torch.Tensor) -> Any:
-        def forward(x):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                a = x @ weight
-            torch.cuda.current_stream().wait_stream(side)
-            return (a * x).sum()
-
-        return torch.compile(forward, fullgraph=True)
 
     def enabled(self) -> Any:
         return torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True), dynamic=False)
@@ -760,7 +692,6 @@ class TestCompiledAutograd(TestCase):
     @simulated_gpu()
     def test_each_call_has_the_streams_of_its_own_forwards(self) -> None:
         """One graph serves all calls; it must not keep the streams that it was traced with."""
-        torch._dynamo.reset()
         sides = [torch.cuda.Stream() for _ in range(3)]
         weight = torch.randn(8, 8, device="cuda", requires_grad=True)
         x = torch.randn(8, 8, device="cuda")
@@ -771,7 +702,7 @@ class TestCompiledAutograd(TestCase):
             found.append([s.stream_id for s in table if isinstance(s, torch.Stream)])
             return enter(*table)
 
-        functions = [self.make(side, weight) for side in sides]
+        functions = [on_side(side, weight) for side in sides]
         for turn in ((0, 1), (1, 2), (2, 0)):
             loss = functions[turn[0]](x) + functions[turn[1]](x)
             found.clear()
@@ -782,11 +713,10 @@ class TestCompiledAutograd(TestCase):
 
     @simulated_gpu()
     def test_call_under_another_stream_than_the_forward_s(self) -> None:
-        torch._dynamo.reset()
         forward, other = torch.cuda.Stream(), torch.cuda.Stream()
         weight = torch.randn(8, 8, device="cuda", requires_grad=True)
         with torch.cuda.stream(forward):
-            loss = self.make(torch.cuda.Stream(), weight)(torch.randn(8, 8, device="cuda"))
+            loss = on_side(torch.cuda.Stream(), weight)(torch.randn(8, 8, device="cuda"))
         calls: list[tuple[int, int]] = []
 
         def wait(self: Any, stream: Any) -> None:
@@ -798,11 +728,10 @@ class TestCompiledAutograd(TestCase):
 
     @simulated_gpu()
     def test_backward_that_fails_while_it_is_traced_leaves_the_next_one_its_streams(self) -> None:
-        torch._dynamo.reset()
         weight = torch.randn(8, 8, device="cuda", requires_grad=True)
         x = torch.randn(8, 8, device="cuda")
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        run_one, run_two = self.make(one, weight), self.make(two, weight)
+        run_one, run_two = on_side(one, weight), on_side(two, weight)
         failure = mock.patch.object(compiled_backward, "mark", side_effect=RuntimeError("the trace fails"))
         with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
             (run_one(x) + run_one(x)).backward()
@@ -822,7 +751,6 @@ class TestCompiledAutograd(TestCase):
     @simulated_gpu()
     def test_configuration_flag(self) -> None:
         """`torch._dynamo.config.compiled_autograd`, and a backward inside of the compiled function."""
-        torch._dynamo.reset()
         side = torch.cuda.Stream()
         weight = torch.randn(64, 64, device="cuda", requires_grad=True)
 
@@ -841,7 +769,6 @@ class TestCompiledAutograd(TestCase):
     @simulated_gpu()
     def test_stream_operations_of_a_custom_backward(self) -> None:
         """They name objects by the forward's numbers, which are others in this graph."""
-        torch._dynamo.reset()
         first, side = torch.cuda.Stream(), torch.cuda.Stream()
         done = torch.cuda.Event()
 
@@ -879,23 +806,3 @@ class TestCompiledAutograd(TestCase):
         marked = re.search(r"aten\.mul\.Tensor\(.*, 2\)  # stream (\d)", seen.regions[0].graph)
         assert marked is not None
         self.assertEqual(marked[1], stream)
-
-
-@form.needs_gpu
-@instantiate_parametrized_tests
-class TestGpu(TestCase):
-    """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
-
-    def check(self, name: str, mode: str, sleeps: bool) -> None:
-        if by_name(name).devices > gpu.devices():
-            self.skipTest(f"needs {by_name(name).devices} GPUs")
-        with config.patch(fold_branches_below_us=0.0):
-            gpu.check(by_name(name), mode_of(mode), sleeps=sleeps)
-
-    @parametrize("name,mode", PAIRS)
-    def test_delays_outside(self, name: str, mode: str) -> None:
-        self.check(name, mode, sleeps=False)
-
-    @parametrize("name,mode", PAIRS)
-    def test_delays_inside(self, name: str, mode: str) -> None:
-        self.check(name, mode, sleeps=True)

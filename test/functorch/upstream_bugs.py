@@ -46,6 +46,12 @@ def mend() -> None:
     streams.get_device = device_or_current
 
 
+def _compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compiled as in a process that has compiled nothing."""
+    torch._dynamo.reset()
+    return torch.compile(fn, **options)
+
+
 def _square(n: int = 64) -> torch.Tensor:
     return torch.randn(n, n, device="cuda", requires_grad=True)
 
@@ -73,9 +79,8 @@ def _two_branches() -> Compiled:
         torch.cuda.current_stream().wait_stream(side)
         return (a * b).sum()
 
-    torch._dynamo.reset()
     with observe() as seen:
-        torch.compile(forward)(_square(), _square()).backward()
+        _compiled(forward)(_square(), _square()).backward()
     return seen
 
 
@@ -227,8 +232,7 @@ def read_behind_the_write() -> list[str]:
     wrong = []
     x, weight = torch.arange(4.0), torch.zeros(4, requires_grad=True)
     for function in (whole, view, twice):
-        torch._dynamo.reset()
-        expected, found = function(x, weight), torch.compile(function)(x, weight)
+        expected, found = function(x, weight), _compiled(function)(x, weight)
         wrong += [
             f"{function.__name__}: {[*b.tolist()]} instead of {[*a.tolist()]}"
             for a, b in zip(expected, found)
@@ -266,7 +270,7 @@ def results_that_are_inputs() -> list[str]:
     def product(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight = x.clone().requires_grad_()
         with torch.enable_grad():
-            y = torch.compile(lambda w: w * torch.ones_like(w), backend="inductor")(weight)
+            y = _compiled(lambda w: w * torch.ones_like(w), backend="inductor")(weight)
         return y.detach(), weight.detach()
 
     constant = torch.ones(4)
@@ -276,9 +280,8 @@ def results_that_are_inputs() -> list[str]:
 
     found = []
     for function in (sums, views, results, updates, puts, lists, product, constants):
-        torch._dynamo.reset()
         x = torch.arange(4.0)
-        made = (function if function is product else torch.compile(function))(x)
+        made = (function if function is product else _compiled(function))(x)
         memory = [t.untyped_storage().data_ptr() for t in (x, *made)]
         if len(set(memory)) < len(memory):
             found.append(f"{function.__name__}: {len(memory)} tensors in {len(set(memory))} memories")
@@ -310,9 +313,8 @@ def views_of_what_takes_no_computing() -> list[str]:
 
     found = []
     for function in (sums, products, updates, puts):
-        torch._dynamo.reset()
         x, same = torch.arange(4.0), torch.arange(4.0)
-        expected, made = function(same), torch.compile(function)(x)
+        expected, made = function(same), _compiled(function)(x)
         if not all(torch.equal(a, b) for a, b in zip(expected, made)):
             found.append(f"{function.__name__}: {made} in the place of {expected}")
         memory = {t.untyped_storage().data_ptr() for t in made}
@@ -337,7 +339,7 @@ def updates_of_what_is_kept() -> list[str]:
             x.copy_(y)
             return y
 
-        y = torch.compile(step)(x)
+        y = _compiled(step)(x)
         x.zero_()
         return y
 
@@ -360,7 +362,7 @@ def updates_of_what_is_kept() -> list[str]:
             x[0:1].add_(1)
             return (w * x).sin()
 
-        torch.compile(step)(weight, x).sum().backward()
+        _compiled(step)(weight, x).sum().backward()
         return x.clone()
 
     def listed(x: torch.Tensor) -> torch.Tensor:
@@ -370,7 +372,7 @@ def updates_of_what_is_kept() -> list[str]:
             torch._foreach_add_([x], 1)
             return (w * x).sin()
 
-        torch.compile(step)(weight, x).sum().backward()
+        _compiled(step)(weight, x).sum().backward()
         return x.clone()
 
     found = []
@@ -383,9 +385,8 @@ def updates_of_what_is_kept() -> list[str]:
         listed: [1.0, 2, 3, 4],
     }
     for function, expected in right.items():
-        torch._dynamo.reset()
         x = torch.arange(4.0)
-        got = (function if function in (checked, saved, listed) else torch.compile(function))(x).tolist()
+        got = (function if function in (checked, saved, listed) else _compiled(function))(x).tolist()
         if got != expected:
             found.append(f"{function.__name__}: {got} in the place of {expected}")
     return found
@@ -408,9 +409,8 @@ def concatenated_in_partitions() -> list[str]:
 
     found = []
     for function, parts in ((matmuls, 2), (nested, 4), (read, 2)):
-        torch._dynamo.reset()
         with observe() as seen:
-            torch.compile(function, mode="reduce-overhead")(_square().detach())
+            _compiled(function, mode="reduce-overhead")(_square().detach())
         names = _allocations(_wrapper(seen, "inference"), 64 * parts)
         found += [f"{function.__name__}: {b} is {a} again" for a, b in itertools.pairwise(names)]
     return found
@@ -428,10 +428,9 @@ def device_of_a_partition() -> list[str]:
     def partitioned(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return (x[table] * 2).sum(0), torch.relu(x) + 1
 
-    torch._dynamo.reset()
     one_rank = torch.compiler.config.patch(compile_on_one_rank=True)
     with observe() as seen, one_rank, config.patch(cudagraph_rewrites=False):
-        torch.compile(partitioned, mode="reduce-overhead")(_square().detach(), torch.arange(8))
+        _compiled(partitioned, mode="reduce-overhead")(_square().detach(), torch.arange(8))
     text = _wrapper(seen, "inference")
     functions = re.split(r"^ *def ", text, flags=re.MULTILINE)[1:]
     if not any(function.startswith("partition_") for function in functions):
@@ -454,9 +453,8 @@ def views_of_what_is_concatenated() -> list[str]:
 
     found = []
     for function in (viewed, filled):
-        torch._dynamo.reset()
         with observe() as seen:
-            torch.compile(function)(_square().detach())
+            _compiled(function)(_square().detach())
         if not _allocations(_wrapper(seen, "inference"), 64):
             found.append(f"{function.__name__}: the second result lies in the first")
     return found
@@ -480,8 +478,7 @@ def constants_on_the_host() -> list[str]:
 
     found = []
     for function in (constants, number, download):
-        torch._dynamo.reset()
-        results = torch.compile(function, mode="reduce-overhead")(_square().detach())
+        results = _compiled(function, mode="reduce-overhead")(_square().detach())
         found += [f"{function.__name__}: result {i} is on {r.device}" for i, r in enumerate(results) if i and r.is_cuda]
     return found
 
@@ -500,9 +497,8 @@ def pinned_buffers() -> list[str]:
 
     found = []
     for function in (empty, zeros):
-        torch._dynamo.reset()
         try:
-            torch.compile(function, mode="reduce-overhead")(_square().detach())
+            _compiled(function, mode="reduce-overhead")(_square().detach())
         except torch._inductor.exc.InductorError as error:
             found.append(f"{function.__name__}: {str(error).splitlines()[0]}")
     return found
@@ -516,11 +512,10 @@ def offloaded_storage() -> list[str]:
         y = x @ weight
         return (torch.relu(y) + torch.sin(y)).sum()
 
-    torch._dynamo.reset()
     options = {"enable_activation_offloading": True, "activation_offload_separate_stream": True}
     options["joint_custom_pass"] = _matmuls_to_the_host
     with observe() as seen, torch._functorch.config.patch(options):
-        torch.compile(forward)(_square(), _square()).backward()
+        _compiled(forward)(_square(), _square()).backward()
     text = _wrapper(seen, "forward")
     if "ao.offload" not in text and "copy_out" not in text:
         return ["nothing goes to the host"]
@@ -580,11 +575,10 @@ def numbers_drawn_again() -> list[str]:
         return torch.cond(y.sum() > -1e9, dropout, torch.sin, (y,))
 
     def gradients(between: Callable[..., torch.Tensor], **options: Any) -> list[Any]:
-        torch._dynamo.reset()
         torch.manual_seed(1)
         inputs = [torch.randn(16, 16).requires_grad_() for _ in range(3)]
         with torch._functorch.config.patch(options):
-            loss = torch.compile(lambda x, v, w: between(x @ v) @ w, backend="aot_eager", fullgraph=True)(*inputs).sum()
+            loss = _compiled(lambda x, v, w: between(x @ v) @ w, backend="aot_eager", fullgraph=True)(*inputs).sum()
             loss.backward()
         return [loss, *(x.grad for x in inputs)]
 

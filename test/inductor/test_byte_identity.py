@@ -63,6 +63,11 @@ def double_kernel(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
 
 
+def same(wrappers: int = 1, **options: Any) -> Callable[..., Any]:
+    """A test of the program that is made in its place."""
+    return lambda make: lambda self: self.check(make, wrappers, **options)
+
+
 @form.overlay_only
 class TestByteIdentity(unittest.TestCase):
     def check(self, make: Callable[[], Program], wrappers: int = 1, **options: Any) -> None:
@@ -94,27 +99,21 @@ class TestByteIdentity(unittest.TestCase):
     def test_pointwise_and_reduction(self) -> None:
         self.check(lambda: (lambda x, y: ((x.sin() + y).softmax(-1), (x * y).sum()), (cuda(64, 128), cuda(64, 128))))
 
-    def test_mlp(self) -> None:
-        def make() -> Program:
-            model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8))
-            return model.cuda().requires_grad_(False), (cuda(16, 64),)
+    @same()
+    def test_mlp() -> Program:
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8))
+        return model.cuda().requires_grad_(False), (cuda(16, 64),)
 
-        self.check(make)
+    @same()
+    def test_conv_net() -> Program:
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 10)
+        return nn.Sequential(*layers).cuda().eval().requires_grad_(False), (cuda(4, 3, 16, 16),)
 
-    def test_conv_net(self) -> None:
-        def make() -> Program:
-            layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 10)
-            return nn.Sequential(*layers).cuda().eval().requires_grad_(False), (cuda(4, 3, 16, 16),)
-
-        self.check(make)
-
-    def test_attention(self) -> None:
-        def make() -> Program:
-            function = nn.functional.scaled_dot_product_attention
-            query = cuda(2, 4, 64, 64, dtype=torch.bfloat16)
-            return lambda q, k, v: function(q, k, v, is_causal=True).transpose(1, 2), (query, query, query)
-
-        self.check(make)
+    @same()
+    def test_attention() -> Program:
+        function = nn.functional.scaled_dot_product_attention
+        query = cuda(2, 4, 64, 64, dtype=torch.bfloat16)
+        return lambda q, k, v: function(q, k, v, is_causal=True).transpose(1, 2), (query, query, query)
 
     # -- models of transformers
 
@@ -123,92 +122,76 @@ class TestByteIdentity(unittest.TestCase):
         self.check(gpt2)
 
     @form.slow
-    def test_bert(self) -> None:
-        def make() -> Program:
-            from transformers import BertConfig, BertModel
+    @same()
+    def test_bert() -> Program:
+        from transformers import BertConfig, BertModel
 
-            size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
-            config = BertConfig(**size, num_hidden_layers=1, num_attention_heads=4)
-            model = BertModel(config).cuda().eval().requires_grad_(False)
-            return lambda ids: model(ids).last_hidden_state, (tokens(),)
-
-        self.check(make)
+        size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+        config = BertConfig(**size, num_hidden_layers=1, num_attention_heads=4)
+        model = BertModel(config).cuda().eval().requires_grad_(False)
+        return lambda ids: model(ids).last_hidden_state, (tokens(),)
 
     @form.slow
-    def test_llama(self) -> None:
-        def make() -> Program:
-            from transformers import LlamaConfig, LlamaForCausalLM
+    @same()
+    def test_llama() -> Program:
+        from transformers import LlamaConfig, LlamaForCausalLM
 
-            size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
-            config = LlamaConfig(**size, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-            model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
-            return lambda ids: model(ids, use_cache=False).logits, (tokens(),)
-
-        self.check(make)
+        size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+        config = LlamaConfig(**size, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+        return lambda ids: model(ids, use_cache=False).logits, (tokens(),)
 
     # -- training
 
-    def test_training_of_mlp(self) -> None:
-        def make() -> Program:
-            model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).cuda()
-            return lambda x: model(x).square().mean(), (cuda(16, 64),)
-
-        self.check(make, wrappers=2, backward=True)
+    @same(wrappers=2, backward=True)
+    def test_training_of_mlp() -> Program:
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).cuda()
+        return lambda x: model(x).square().mean(), (cuda(16, 64),)
 
     @form.slow
     def test_training_of_gpt2(self) -> None:
         self.check(lambda: gpt2(training=True), wrappers=2, backward=True)
 
-    def test_training_with_dropout(self) -> None:
-        def make() -> Program:
-            block = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 32)).cuda()
-            return lambda x: block(x).sum(), (cuda(8, 32),)
+    @same(wrappers=2, backward=True)
+    def test_training_with_dropout() -> Program:
+        block = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 32)).cuda()
+        return lambda x: block(x).sum(), (cuda(8, 32),)
 
-        self.check(make, wrappers=2, backward=True)
+    @same(wrappers=2, backward=True)
+    def test_training_with_recomputation() -> Program:
+        block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).cuda()
+        return lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum(), (cuda(8, 32),)
 
-    def test_training_with_recomputation(self) -> None:
-        def make() -> Program:
-            block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).cuda()
-            return lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum(), (cuda(8, 32),)
+    @same(fullgraph=False)
+    def test_optimizer_step() -> Program:
+        parameters = [cuda(8, 8).requires_grad_() for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, foreach=True, capturable=True)
+        return optimizer.step, ()
 
-        self.check(make, wrappers=2, backward=True)
+    @same(fullgraph=False)
+    def test_fused_optimizer_step_of_clipped_gradients() -> Program:
+        parameters = [cuda(8, 8).requires_grad_() for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, fused=True, capturable=True)
 
-    def test_optimizer_step(self) -> None:
-        def make() -> Program:
-            parameters = [cuda(8, 8).requires_grad_() for _ in range(4)]
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.AdamW(parameters, foreach=True, capturable=True)
-            return optimizer.step, ()
+        def step() -> None:
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
 
-        self.check(make, fullgraph=False)
+        return step, ()
 
-    def test_fused_optimizer_step_of_clipped_gradients(self) -> None:
-        def make() -> Program:
-            parameters = [cuda(8, 8).requires_grad_() for _ in range(4)]
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.AdamW(parameters, fused=True, capturable=True)
+    @same(wrappers=2, backward=True)
+    def test_training_under_autocast() -> Program:
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).cuda()
 
-            def step() -> None:
-                nn.utils.clip_grad_norm_(parameters, 0.5)
-                optimizer.step()
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                return model(x).float().square().mean()
 
-            return step, ()
-
-        self.check(make, fullgraph=False)
-
-    def test_training_under_autocast(self) -> None:
-        def make() -> Program:
-            model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).cuda()
-
-            def loss(x: torch.Tensor) -> torch.Tensor:
-                with torch.autocast("cuda", torch.bfloat16):
-                    return model(x).float().square().mean()
-
-            return loss, (cuda(16, 64),)
-
-        self.check(make, wrappers=2, backward=True)
+        return loss, (cuda(16, 64),)
 
     # -- modes
 
@@ -258,12 +241,10 @@ class TestByteIdentity(unittest.TestCase):
 
         self.check(lambda: (function, (cuda(16),)), wrappers=2, fullgraph=False)
 
-    def test_pinned_and_plain_copies_between_host_and_device(self) -> None:
-        def make() -> Program:
-            host = torch.randn(64).pin_memory()
-            return lambda h, x: (h.to("cuda", non_blocking=True) + x, x.cpu()), (host, cuda(64))
-
-        self.check(make)
+    @same()
+    def test_pinned_and_plain_copies_between_host_and_device() -> Program:
+        host = torch.randn(64).pin_memory()
+        return lambda h, x: (h.to("cuda", non_blocking=True) + x, x.cpu()), (host, cuda(64))
 
     def test_conditional(self) -> None:
         def function(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
 from torch_overlay import config, frame_facts, version
@@ -46,30 +47,32 @@ def autograd_key(gm: torch.fx.GraphModule) -> str:
 
 
 KEYS = (inductor_key, autograd_key)
+both = parametrize("key", KEYS)
 
 
+@instantiate_parametrized_tests
 class TestCacheKey(TestCase):
-    def for_both(self, check) -> None:
-        for key in KEYS:
-            with self.subTest(key.__name__):
-                check(key)
+    @both
+    def test_the_key_of_the_same_graph_is_the_same(self, key) -> None:
+        self.assertEqual(key(graph({"mul": 1})), key(graph({"mul": 1})))
 
-    def test_the_key_of_the_same_graph_is_the_same(self) -> None:
-        self.for_both(lambda key: self.assertEqual(key(graph({"mul": 1})), key(graph({"mul": 1}))))
-
-    def test_a_graph_with_and_without_a_stream_block(self) -> None:
+    @both
+    def test_a_graph_with_and_without_a_stream_block(self, key) -> None:
         # Fails on stock 2.15: both keys ignore node.meta, so one is served for the other.
-        self.for_both(lambda key: self.assertNotEqual(key(graph()), key(graph({"mul": 1}))))
+        self.assertNotEqual(key(graph()), key(graph({"mul": 1})))
 
-    def test_another_stream(self) -> None:
-        self.for_both(lambda key: self.assertNotEqual(key(graph({"mul": 1})), key(graph({"mul": 2}))))
+    @both
+    def test_another_stream(self, key) -> None:
+        self.assertNotEqual(key(graph({"mul": 1})), key(graph({"mul": 2})))
 
-    def test_another_operator_on_the_stream(self) -> None:
-        self.for_both(lambda key: self.assertNotEqual(key(graph({"mul": 1})), key(graph({"add": 1}))))
+    @both
+    def test_another_operator_on_the_stream(self, key) -> None:
+        self.assertNotEqual(key(graph({"mul": 1})), key(graph({"add": 1})))
 
-    def test_the_callers_stream_by_index_and_by_silence(self) -> None:
+    @both
+    def test_the_callers_stream_by_index_and_by_silence(self, key) -> None:
         for silence in (0, None):
-            self.for_both(lambda key: self.assertEqual(key(graph()), key(graph({"mul": silence}))))  # noqa: B023
+            self.assertEqual(key(graph()), key(graph({"mul": silence})))
 
     def test_a_graph_whose_input_is_copied_to_the_device_first(self) -> None:
         bare = inductor_key(graph())
@@ -90,16 +93,14 @@ class TestCacheKey(TestCase):
         self.assertEqual(placement(outer), (("inner", 1, "[('stream', 1)]"),))
         self.assertNotEqual(inductor_key(outer), inductor_key(other))
 
-    def test_boundary_effects_of_a_node(self) -> None:
-        def check(key) -> None:
-            keys = set()
-            for known in ({}, {"after": ()}, {"after": (state(1),)}, {"promised_to": (state(1),)}):
-                gm = graph({"mul": 0})
-                note_fact(next(node for node in gm.graph.nodes if node.name == "mul"), **known)
-                keys.add(key(gm))
-            self.assertEqual(len(keys), 4)
-
-        self.for_both(check)
+    @both
+    def test_boundary_effects_of_a_node(self, key) -> None:
+        keys = set()
+        for known in ({}, {"after": ()}, {"after": (state(1),)}, {"promised_to": (state(1),)}):
+            gm = graph({"mul": 0})
+            note_fact(next(node for node in gm.graph.nodes if node.name == "mul"), **known)
+            keys.add(key(gm))
+        self.assertEqual(len(keys), 4)
 
     def test_objects_that_escape_enter_the_key_of_dynamos_graph_only(self) -> None:
         callers_stream = ObjectInfo(0, "current", False, "stream", None)
@@ -113,48 +114,39 @@ class TestCacheKey(TestCase):
         self.assertEqual(keys[0], keys[1])
         self.assertEqual(len({autograd for _, autograd in keys}), 3)
 
-    def test_the_configuration(self) -> None:
-        def check(key) -> None:
-            before = key(graph())
-            with config.patch(streams=not config.streams):
-                self.assertNotEqual(key(graph()), before)
-            self.assertEqual(key(graph()), before)
+    @both
+    def test_the_configuration(self, key) -> None:
+        before = key(graph())
+        with config.patch(streams=not config.streams):
+            self.assertNotEqual(key(graph()), before)
+        self.assertEqual(key(graph()), before)
 
-        self.for_both(check)
-
-    def test_whose_graphs_the_code_is_for(self) -> None:
+    @both
+    def test_whose_graphs_the_code_is_for(self, key) -> None:
         """Collectives, buffers and donations are arranged for the graphs that were asked for."""
+        options = ({}, {"cudagraphs": "trees"}, {"cudagraphs": "off"}, {"cudagraph_concurrency": False})
+        for asked, count in ((True, 4), (False, 1)):
+            keys = set()
+            for changed in options:
+                with torch._inductor.config.patch({"triton.cudagraphs": asked}), config.patch(**changed):
+                    keys.add(key(graph()))
+            self.assertEqual(len(keys), count)
 
-        def check(key) -> None:
-            options = ({}, {"cudagraphs": "trees"}, {"cudagraphs": "off"}, {"cudagraph_concurrency": False})
-            for asked, count in ((True, 4), (False, 1)):
-                keys = set()
-                for changed in options:
-                    with torch._inductor.config.patch({"triton.cudagraphs": asked}), config.patch(**changed):
-                        keys.add(key(graph()))
-                self.assertEqual(len(keys), count)
+    @both
+    def test_a_frame_that_reads_the_handle_of_a_stream_gets_no_graphs(self, key) -> None:
+        for asked in (True, False):
+            with torch._inductor.config.patch({"triton.cudagraphs": asked}):
+                before = key(graph())
+                with frame_facts.compiling(FrameFacts(handle_is_read=True)):
+                    self.assertEqual(key(graph()) != before, asked)
 
-        self.for_both(check)
-
-    def test_a_frame_that_reads_the_handle_of_a_stream_gets_no_graphs(self) -> None:
-        def check(key) -> None:
-            for asked in (True, False):
-                with torch._inductor.config.patch({"triton.cudagraphs": asked}):
-                    before = key(graph())
-                    with frame_facts.compiling(FrameFacts(handle_is_read=True)):
-                        self.assertEqual(key(graph()) != before, asked)
-
-        self.for_both(check)
-
-    def test_the_version_and_the_source_of_the_overlay(self) -> None:
-        def check(key) -> None:
-            before = key(graph())
-            with mock.patch.object(version, "__version__", "another"):
-                self.assertNotEqual(key(graph()), before)
-            with mock.patch.object(version, "source_digest", return_value="another"):
-                self.assertNotEqual(key(graph()), before)
-
-        self.for_both(check)
+    @both
+    def test_the_version_and_the_source_of_the_overlay(self, key) -> None:
+        before = key(graph())
+        with mock.patch.object(version, "__version__", "another"):
+            self.assertNotEqual(key(graph()), before)
+        with mock.patch.object(version, "source_digest", return_value="another"):
+            self.assertNotEqual(key(graph()), before)
 
     def test_a_cached_graph_is_not_served_to_another_placement(self) -> None:
         # The real cache on disk: compiled, missed with another configuration, found with the first one again.

@@ -3,16 +3,13 @@
 import itertools
 
 import corpus
-import torch
 from hypothesis import given, settings, strategies as st
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form  # noqa: F401
 from stream_programs import by_name, PROGRAMS
-from torch_overlay import config
 from torch_overlay._inductor.streams.parts import ElementSpan, parts, span_of
-from torch_overlay.testing import compile_only, simulated_gpu
 
 
 def elements(span: ElementSpan) -> set[int]:
@@ -66,12 +63,7 @@ class TestSpans(TestCase):
 @instantiate_parametrized_tests
 class TestPlansOfParts(TestCase):
     def compiled(self, name: str):
-        program = by_name(name)
-        with simulated_gpu(), config.patch(fold_branches_below_us=0.0):
-            fn = program.instance().fn
-            return compile_only(
-                fn, *program.make_inputs("cuda", torch.Generator().manual_seed(1)), dynamic=program.dynamic
-            )
+        return corpus.compile_program(by_name(name))[0]
 
     def test_no_stream_waits_for_a_write_to_another_part(self):
         for name, sides in (

@@ -22,7 +22,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import Scheduler
-from torch._inductor.utils import BoxedBool
+from torch._inductor.utils import BoxedBool, IndentedBuffer
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, map_arg, Node
@@ -97,6 +97,25 @@ def compiled_graph(**changes: Any) -> CompiledFxGraph:
     return CompiledFxGraph(**arguments | changes)
 
 
+def written(lines: Sequence[Any]) -> str:
+    """Return the text of lines of a wrapper."""
+    code = IndentedBuffer()
+    for line in lines:
+        if isinstance(line, str):
+            code.writeline(line)
+        else:
+            line.codegen(code)
+    return code.getvalue().rstrip()
+
+
+def spec_of(region: str) -> Any:
+    """Return the region of this name as the module that is generated defines it."""
+    names: dict[str, Any] = {}
+    for part in (V.graph.wrapper_code.imports, V.graph.wrapper_code.header):
+        exec(part.getvalue(), names)
+    return names[region].spec
+
+
 class Program:
     """An FX graph of ATen operators with fake values. Nodes are placed on streams by upstream's metadata."""
 
@@ -151,17 +170,23 @@ class Program:
             return V.graph.codegen()[0].value
 
 
-class ProgramCase(TestCase):
-    """Begins with an empty program, and knows no streams of earlier frames. `facts` are noted of each node, but for
-    those that a call names."""
-
-    facts: dict[str, Any] = {}
+class NumberedCase(TestCase):
+    """Knows no streams of earlier frames."""
 
     def setUp(self) -> None:
         super().setUp()
         for forget in (numbering.reset_user_object_tracking, registry.reset):
             forget()
             self.addCleanup(forget)
+
+
+class ProgramCase(NumberedCase):
+    """Begins with an empty program. `facts` are noted of each node, but for those that a call names."""
+
+    facts: dict[str, Any] = {}
+
+    def setUp(self) -> None:
+        super().setUp()
         self.program = Program()
 
     def call(self, target: Any, *args: Any, stream: int = 0, **fact: Any) -> Node:

@@ -5,7 +5,6 @@ import ctypes
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -182,9 +181,7 @@ class Entering(TestCase):
         self.assertIsNone(active())
 
     def run_python(self, code):
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        env.pop("LD_PRELOAD", None)
-        return subprocess.run([sys.executable, "-c", f"import form\n{code}"], env=env, capture_output=True, text=True)
+        return form.run_python(f"import form\n{code}", env={"CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": ""})
 
     @form.slow
     def test_fresh_process_without_driver(self):
@@ -373,10 +370,8 @@ class Eager(Simulated):
                 compile_only(lambda x: x.sin(), x, backward=True)
                 seen.append(x.grad.device.type)
 
-        with torch.cuda.stream(torch.cuda.Stream()):
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
+        with torch.cuda.stream(torch.cuda.Stream()), ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
         self.assertEqual(seen, [True, 0, "cuda"])
 
     def test_pool_of_threads_with_streams_of_their_own(self):
@@ -544,17 +539,6 @@ exit stream 35""",
         with self.assertRaisesRegex(ValueError, "enable_timing=True"):
             torch.cuda.Event().elapsed_time(events[0])
 
-    def test_events_are_not_kept_alive(self):
-        import gc
-        import weakref
-
-        e = torch.cuda.Event()
-        e.record()
-        gone = weakref.ref(e)
-        del e
-        gc.collect()
-        self.assertIsNone(gone())
-
     def test_stream_names_what_the_compiler_touches(self):
         e = torch.cuda.Event()
 
@@ -637,29 +621,11 @@ return (cos,)""",
         r = compile_only(lambda x: x.sin(), cuda(8), mode="reduce-overhead", options={"max_fusion_size": 1})
         self.assertEqual(len(r.cudagraphs), 1)
 
-    def test_graph_partition(self):
-        def f(x, h):
-            return (x @ x + (h + 1).cuda()) @ x
-
-        r = compile_only(f, cuda(8, 8), torch.randn(8), mode="reduce-overhead")
-        self.assertRegex(r.calls(), r"def partition_0\(args\)[\s\S]*def call\(self, args\)[\s\S]*self\.partitions\[0\]")
-        self.assertGreaterEqual(len(r.cudagraphs), 1)
-
     def test_max_autotune_picks_the_first_triton_template(self):
         x = cuda(512, 512)
         texts = [compile_only(lambda x: x @ x, x, mode="max-autotune-no-cudagraphs").calls() for _ in range(2)]
         self.assertIn("triton_tem_fused_mm_0.run", texts[0])
         self.assertEqual(*texts)
-
-    def test_combo_kernels(self):
-        xs = [cuda(64 + i, 64) for i in range(3)]
-        r = compile_only(lambda a, b, c: (a.sin(), b.cos(), c.relu()), *xs, options={"combo_kernels": True})
-        self.assertEqual(r.calls().count(".run("), 1)
-
-    def test_foreach(self):
-        r = compile_only(lambda xs: torch._foreach_add(xs, 1), [cuda(64 + i) for i in range(3)])
-        self.assertIn("triton_for_fused", r.calls())
-        self.assertEqual([o.shape for o in r.output], [(64,), (65,), (66,)])
 
     def test_host_tensors_and_copies(self):
         def f(x, h):
@@ -668,12 +634,6 @@ return (cos,)""",
         r = compile_only(f, cuda(8), torch.randn(8).pin_memory())
         self.assertEqual([o.device.type for o in r.output], ["cpu", "cpu"])
         self.assertIn("cpp_fused", r.calls())
-
-    def test_two_devices(self):
-        a, b = torch.randn(4, 4, device="cuda:0"), torch.randn(4, 4, device="cuda:1")
-        r = compile_only(lambda a, b: ((a + 1).to("cuda:1") @ b, a * 2), a, b)
-        self.assertEqual([o.device.index for o in r.output], [1, 0])
-        self.assertIn("arg1_1: f32[4, 4] cuda:1", r.graphs[0])
 
     def test_input_mutation_and_views(self):
         def f(x):
@@ -713,25 +673,9 @@ return (cos,)""",
         r = compile_only(nn.functional.scaled_dot_product_attention, q, q, q)
         self.assertIn("_scaled_dot_product_flash_attention_for_cpu", r.graphs[0])
 
-    def test_written_out_attention_is_recognised(self):
-        q, k, v = (cuda(2, 4, 16, 64, dtype=torch.half) for _ in range(3))
-        r = compile_only(lambda q, k, v: ((q @ k.transpose(-2, -1)) / 8.0).softmax(-1) @ v, q, k, v)
-        self.assertIn("_scaled_dot_product_cudnn_attention", r.graphs[0])
-
     def test_dropout(self):
         r = compile_only(lambda x: nn.functional.dropout(x, 0.5), cuda(8, requires_grad=True), backward=True)
         self.assertIn("inductor_seeds", r.graphs[0])
-
-    def test_module_training(self):
-        m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).cuda()
-        compile_only(m, cuda(2, 3, 8, 8), backward=True)
-        self.assertEqual({p.grad.device.type for p in m.parameters()}, {"cuda"})
-
-    def test_optimizer_step(self):
-        m = nn.Linear(8, 8).cuda()
-        m(cuda(2, 8)).sum().backward()
-        r = compile_only(torch.optim.Adam(m.parameters()).step, fullgraph=False)
-        self.assertEqual(len(r.graphs), 1)
 
     def test_graph_break(self):
         def f(x):
@@ -764,12 +708,6 @@ return (cos,)""",
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
             r = compile_only(lambda x: (x.sum().item(), x.argmax().item() * 2, x.any().item()), cuda(4))
         self.assertEqual(list(map(type, r.output)), [float, int, bool])
-
-    def test_user_triton_kernel(self):
-        import user_kernels
-
-        r = compile_only(user_kernels.add_and_double, cuda(1024), cuda(1024))
-        self.assertIn("add_kernel_0.run(", r.calls())
 
     def test_observe_sees_plain_torch_compile(self):
         with observe() as seen:

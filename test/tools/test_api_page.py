@@ -6,10 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -187,18 +184,7 @@ class TestSchema(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.py")
             path.write_text(PROGRAM)
-            command = [
-                sys.executable,
-                "-m",
-                "torch_overlay",
-                "doctor",
-                "--simulate",
-                "--no-tries",
-                "--json",
-                f"{path}:forward",
-            ]
-            environment = {**os.environ, "PYTHONPATH": str(form.ROOT)}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+            done = form.fork_command("doctor", "--simulate", "--no-tries", "--json", f"{path}:forward")
         self.assertEqual(done.returncode, 0, done.stderr)
         found = json.loads(done.stdout)
         self.assertEqual(violations(found, self.schema, self.schema), [])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -17,6 +15,7 @@ from unittest import mock
 import torch
 
 import form
+from printed import printed
 
 
 if not form.PATCHED:
@@ -68,12 +67,11 @@ class TestCommand(unittest.TestCase):
                 raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
             return demo.Compilation(name, (), (), Events(0, 0), Events(0, 0), None)
 
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), mock.patch.object(demo, "compile_program", compile_program):
-            status = commands.main(["demo", "--compile-only"])
+        with mock.patch.object(demo, "compile_program", compile_program):
+            status, output, _ = printed(commands.main, ["demo", "--compile-only"])
         self.assertEqual(status, 1)
-        self.assertIn("transformer_side_branch needs the package transformers", output.getvalue())
-        self.assertIn("prefetch_loop", output.getvalue())
+        self.assertIn("transformer_side_branch needs the package transformers", output)
+        self.assertIn("prefetch_loop", output)
 
 
 @form.overlay_only
@@ -100,11 +98,8 @@ def measured(**changes: object) -> dict[str, object]:
 @form.overlay_only
 class TestMeasurements(unittest.TestCase):
     def show(self, overlay: list[dict], stock: list[dict]) -> tuple[bool, str]:
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            forms = {"overlay": demo.merge(overlay), "stock": demo.merge(stock)}
-            good = demo.show_measurements(Screen(), {"experts": forms})
-        return good, output.getvalue()
+        forms = {"overlay": demo.merge(overlay), "stock": demo.merge(stock)}
+        return printed(lambda: demo.show_measurements(Screen(), {"experts": forms}))[:2]
 
     def test_medians_are_taken_over_both_rounds(self) -> None:
         rounds = [measured(compiled=[1.0, 2.0, 3.0]), measured(compiled=[10.0, 11.0])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
 import tempfile
 import zipfile
@@ -13,6 +11,7 @@ from unittest import mock
 from torch.testing._internal.common_utils import TestCase
 
 import form
+from printed import printed
 
 
 if not form.PATCHED:
@@ -141,10 +140,7 @@ class TestPatches(TestCase):
 @form.overlay_only
 class TestTool(TestCase):
     def run_tool(self, *arguments: str) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = drift.main(list(arguments))
-        return status, out.getvalue(), err.getvalue()
+        return printed(drift.main, list(arguments))
 
     def test_the_base_itself(self):
         status, out, _ = self.run_tool(str(installed_root()))

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import form
+from printed import printed
 
 
 if not form.PATCHED:
@@ -160,10 +161,8 @@ class TestExport(unittest.TestCase):
                 self.assertEqual(self.run_tool("--check")[0], 0)
 
     def run_tool(self, *arguments: str) -> tuple[int, str]:
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            status = export_patches.main(list(arguments))
-        return status, output.getvalue()
+        status, out, errors = printed(export_patches.main, list(arguments))
+        return status, out + errors
 
     def test_a_tree_of_another_release_is_refused(self) -> None:
         with tempfile.TemporaryDirectory() as name:

@@ -12,6 +12,7 @@ import offload  # pyrefly: ignore[missing-import]
 from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
+from printed import printed
 
 
 OFF = {"ms": 100.0, "peak GiB": 10.0, "reserved GiB": 11.0, "refused": []}
@@ -26,9 +27,7 @@ def child(side: str, order: int = 0, **found: Any) -> Any:
 
 
 def said(results: list[dict[str, Any]]) -> tuple[bool, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        passed = offload.table(results, 0.4)
-    return passed, out.getvalue()
+    return printed(offload.table, results, 0.4)[:2]
 
 
 class TestTable(TestCase):

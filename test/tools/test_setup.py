@@ -24,9 +24,7 @@ class TestSetup(unittest.TestCase):
     """Each test works on a copy of tools/setup in a folder of its own, whose pins it writes."""
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
         (self.root / "tools").mkdir()
         for name in ("setup", "requirements.py"):
             shutil.copy2(form.ROOT / "tools" / name, self.root / "tools" / name)

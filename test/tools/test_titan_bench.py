@@ -24,6 +24,8 @@ import titan_results
 import torch
 from titan_config import Row
 
+from printed import printed
+
 
 ROW = Row("70B", 4, 4096)
 DEPTHS = {"70B": 80}
@@ -149,9 +151,8 @@ class TestFigures(unittest.TestCase):
             for what, sides in zip(("accept", "check"), runs, strict=True):
                 about = {"hardware": "2 x H100", "commit": "1234567"}
                 records.write(path, about, {"titan": {titan.gate_row(ROW): titan_results.figures(sides)}})
-                with contextlib.redirect_stdout(io.StringIO()) as out:
-                    status = gate.main([what, str(path)])
-        return status, out.getvalue()
+                found = printed(gate.main, [what, str(path)])
+        return found[:2]
 
     def test_slower_steps_more_memory_and_lost_graphs(self) -> None:
         def run(ms: float, mib: float, refusals: int) -> dict[str, dict[str, Any]]:
@@ -179,8 +180,7 @@ class TestFigures(unittest.TestCase):
             ):
                 stack.enter_context(mock.patch.object(target, name, value))
             path = Path(folder, "gate.jsonl")
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                status = titan.main(["--width", "70B", "--sides", "none,relaunch", "--gate", str(path)])
+            status, *_ = printed(titan.main, ["--width", "70B", "--sides", "none,relaunch", "--gate", str(path)])
             (record,) = records.read(path)
         self.assertEqual((status, record.bench, record.about["device"]), (0, "titan", "2-x-nvidia-h100"))
         self.assertEqual(record.row, "70B 4 layers 1 x 4096, 2 of the GPUs, flex")

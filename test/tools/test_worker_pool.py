@@ -54,9 +54,7 @@ class Case:
 
 class TestWorkerPool(unittest.TestCase):
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         old, worker_pool.START = worker_pool.START, 2.0
         self.addCleanup(setattr, worker_pool, "START", old)
 

@@ -29,8 +29,8 @@ from torch_overlay._functorch.streams.saved_values import ContextNotes
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 
 
-aten = torch.ops.aten
-WAIT = torch.ops.streams.wait_stream.default
+aten, streams = torch.ops.aten, torch.ops.streams
+WAIT = streams.wait_stream.default
 EVENT = caller_event(5)
 
 
@@ -275,9 +275,6 @@ class TestParts(GraphCase):
             place_parts(forward, backward, set(), {})
         self.assertEqual([str(gm.graph) for gm in (forward, backward)], before)
         self.assertIsNone(ContextNotes.find(context))
-
-
-aten, streams = torch.ops.aten, torch.ops.streams
 
 
 class TestBackward(GraphCase):

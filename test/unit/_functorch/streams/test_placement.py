@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from stand_ins.schedules import NumberedCase
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.range_ops import NVTX, range_pop, range_push
 from torch_overlay._functorch.streams.autograd_nodes import view_streams
@@ -34,11 +35,9 @@ def fake(device="cuda:0"):
     return FakeTensor(MODE, torch.empty(4, device="meta"), torch.device(device))
 
 
-class PlacementCase(TestCase):
+class PlacementCase(NumberedCase):
     def setUp(self):
         super().setUp()
-        self.clear()
-        self.addCleanup(self.clear)
         self.addCleanup(setattr, registry, "_has_streams", registry._has_streams)
         device = torch.device("cuda", 0)
         self.objects = [torch.Stream(stream_id=i, device_index=0, device_type=1) for i in range(3)]
@@ -50,10 +49,6 @@ class PlacementCase(TestCase):
         numbering.register_user_object(self.objects[-1], LocalSource("e"))
         registry.add_owned(torch.Event("cuda"), torch.Event, (), {})
         self.begin()
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def begin(self):
         self.graph, self.root = Graph(), torch.nn.Module()
@@ -170,14 +165,17 @@ class TestForward(PlacementCase):
         self.assertEqual([node_stream(n) for n in self.left()], [1, 1, 1])
         self.assertEqual(self.order(written), [({CALLER}, {state(2)})])
 
+    def updated(self, base):
+        """New values of the first half, on stream 1: those, the whole, and the other half."""
+        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
+        new = self.call(aten.slice_scatter.default, base, part, 0, 0, 2, stream=1)
+        return part, new, self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+
     def test_elements_that_an_update_left_alone(self):
         made = self.relu(self.x)
         self.call(WAIT_STREAM, 2, 0)
         self.call(WAIT_STREAM, 1, 0)
-        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
-        args = (made, part, 0, 0, 2)
-        new = self.call(aten.slice_scatter.default, *args, stream=1)
-        rest = self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+        _, new, rest = self.updated(made)
         self.place(rest)
         (after, before), _ = self.order(new, rest)
         self.assertEqual((after, before), ({CALLER}, {CALLER, state(2)}))
@@ -185,10 +183,7 @@ class TestForward(PlacementCase):
     def test_host_waits_for_elements_that_an_update_left_alone(self):
         made = self.relu(self.x, stream=2)
         kept = self.call(streams.synchronize_stream.default, 2)
-        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
-        args = (made, part, 0, 0, 2)
-        new = self.call(aten.slice_scatter.default, *args, stream=1)
-        rest = self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+        part, new, rest = self.updated(made)
         self.place(rest)
         *others, wait = self.left()
         self.assertEqual(others, [made, kept, part, new, rest])
@@ -343,7 +338,6 @@ class TestBackward(PlacementCase):
         self.assertEqual(found, [0, 0, 1])
 
 
-aten, streams = torch.ops.aten, torch.ops.streams
 EVENT = 5
 
 
@@ -352,10 +346,6 @@ class PartsCase(TestCase):
         super().setUp()
         self.graph = Graph()
         self.x = self.value(self.graph.placeholder("x"))
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def value(self, node, size=8):
         node.meta["val"] = torch.empty(size, device="meta")

@@ -9,9 +9,9 @@ from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.source import CurrentStreamSource, LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from stand_ins.schedules import NumberedCase
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ExitWait
 from torch_overlay._functorch.streams.fx import place_on
@@ -30,14 +30,10 @@ def fake(device):
     return FakeTensor(MODE, torch.empty(4, device="meta"), torch.device(device))
 
 
-class ProgramTestCase(TestCase):
+class ProgramTestCase(NumberedCase):
     def setUp(self):
         super().setUp()
-        self.clear()
-        self.addCleanup(self.clear)
-        current = mock.patch.object(torch.accelerator, "current_device_index", lambda: 0)
-        current.start()
-        self.addCleanup(current.stop)
+        self.enterContext(mock.patch.object(torch.accelerator, "current_device_index", lambda: 0))
         self.objects = []
         for index in STREAMS:
             device = torch.device("cuda", int(index == 3))
@@ -55,10 +51,6 @@ class ProgramTestCase(TestCase):
         for _ in OURS:
             registry.add_owned(torch.Event("cuda"), torch.Event, (), {})
         self.begin()
-
-    def clear(self):
-        numbering.reset_user_object_tracking()
-        registry.reset()
 
     def begin(self):
         self.graph = Graph()

@@ -1,6 +1,5 @@
 """`_inductor.streams.alignment`: copies of misaligned inputs, by stream."""
 
-import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -48,9 +47,7 @@ class AlignmentTestCase(ProgramCase):
     def begin(self, *results):
         """Begin to write a region, whose inputs' alignment is checked."""
         self.program.output(*results)
-        scheduled = contextlib.ExitStack()
-        self.addCleanup(scheduled.close)
-        self.scheduler = scheduled.enter_context(self.program.scheduled())
+        self.scheduler = self.enterContext(self.program.scheduled())
         V.graph.inputs_to_check = range(len(self.program.inputs))
         names = V.graph.graph_input_names
         written = V.graph.mutated_inputs

@@ -1,18 +1,16 @@
 """`_inductor.streams.around_partitions`: the order around a graph that is cut into partitions."""
 
-import contextlib
 from unittest import mock
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor import config
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
-from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 from torch.fx import symbolic_trace
 
 import form  # noqa: F401
-from stand_ins.schedules import Program, ProgramCase
+from stand_ins.schedules import Program, ProgramCase, spec_of, written
 from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import ExitWait, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import place_on
@@ -45,11 +43,8 @@ class PartitionsTestCase(ProgramCase):
     def schedule(self, *results, cudagraphs=True, policy=None, **scheduled):
         output = self.program.output(*results)
         output.meta["desc"] = [PlainAOTOutput(i) for i in range(len(results))]
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        options = {"triton.cudagraphs": cudagraphs, "cudagraph_policy": policy}
-        stack.enter_context(config.patch(options))
-        self.scheduler = stack.enter_context(self.program.scheduled(**scheduled))
+        self.enterContext(config.patch({"triton.cudagraphs": cudagraphs, "cudagraph_policy": policy}))
+        self.scheduler = self.enterContext(self.program.scheduled(**scheduled))
         return self.scheduler
 
     def around(self, *results, settled=(), **options):
@@ -60,19 +55,10 @@ class PartitionsTestCase(ProgramCase):
             wrapper.writeline("partitions")
             self.known = ScheduleNotes.of(scheduler).known
             ScheduleNotes.of(scheduler).settled = frozenset(settled)
-        code = IndentedBuffer()
-        for line in wrapper.lines[first:]:
-            if isinstance(line, str):
-                code.writeline(line)
-            else:
-                line.codegen(code)
-        return code.getvalue().splitlines()
+        return written(wrapper.lines[first:]).splitlines()
 
     def spec(self):
-        names = {}
-        exec(V.graph.wrapper_code.imports.getvalue(), names)
-        exec(V.graph.wrapper_code.header.getvalue(), names)
-        return names["_outer"].spec
+        return spec_of("_outer")
 
 
 class TestOrder(PartitionsTestCase):

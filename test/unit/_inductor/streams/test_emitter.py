@@ -1,16 +1,14 @@
 """`_inductor.streams.emitter`: the lines that order a region's streams and keep its memory."""
 
-import contextlib
 import functools
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor.codegen import wrapper as upstream
-from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 
 import form  # noqa: F401
-from stand_ins.schedules import ProgramCase
+from stand_ins.schedules import ProgramCase, spec_of, written
 from torch_overlay import config
 from torch_overlay._functorch.streams.facts import ExitWait, note_fact, ResultMemory
 from torch_overlay._functorch.streams.tokens import caller_event, record, state
@@ -43,10 +41,8 @@ class EmitterTestCase(ProgramCase):
         """Begin to write the region of a graph."""
         if results:
             self.program.output(*results)
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        stack.enter_context(config.patch({"fold_branches_below_us": 0.0, **(options or {})}))
-        self.scheduler = stack.enter_context(self.program.scheduled(**scheduled))
+        self.enterContext(config.patch({"fold_branches_below_us": 0.0, **(options or {})}))
+        self.scheduler = self.enterContext(self.program.scheduled(**scheduled))
         self.region = plan_region(self.scheduler, self.scheduler.nodes, enclosed)
         ScheduleNotes.of(self.scheduler).memory = self.region.plan.memory
         self.wrapper = V.graph.wrapper_code
@@ -54,13 +50,7 @@ class EmitterTestCase(ProgramCase):
         self.emitter = RegionEmitter(self.scheduler, self.region)
 
     def lines(self):
-        code = IndentedBuffer()
-        for line in self.wrapper.lines[self.first :]:
-            if isinstance(line, str):
-                code.writeline(line)
-            else:
-                line.codegen(code)
-        return code.getvalue().rstrip()
+        return written(self.wrapper.lines[self.first :])
 
     def write(self, *results, frees=(), **options):
         """The lines of a region. A node's own ones are its name, and `frees` those
@@ -85,10 +75,7 @@ class EmitterTestCase(ProgramCase):
 
     def spec(self):
         """The region as the module defines it."""
-        names = {}
-        exec(self.wrapper.imports.getvalue(), names)
-        exec(self.wrapper.header.getvalue(), names)
-        return names["_region0"].spec
+        return spec_of("_region0")
 
 
 class TestOrder(EmitterTestCase):

@@ -26,9 +26,7 @@ class FoldingTestCase(ProgramCase):
         self.x = self.program.input(512, 512)  # a MiB
         device_peaks.bytes_per_us.cache_clear()
         self.addCleanup(device_peaks.bytes_per_us.cache_clear)
-        sheet = mock.patch.object(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
-        sheet.start()
-        self.addCleanup(sheet.stop)
+        self.enterContext(mock.patch.object(torch.cuda, "get_device_properties", lambda device: PROPERTIES))
 
     def call(self, target, *args, stream=1, **fact):
         return super().call(target, *args, stream=stream, **(fact or FORKED))

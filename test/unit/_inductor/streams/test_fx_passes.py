@@ -26,7 +26,7 @@ from torch_overlay._inductor.streams.fx_passes import is_write, needs_placement,
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
 
-aten = torch.ops.aten
+aten, streams = torch.ops.aten, torch.ops.streams
 E1, E5, E9 = map(caller_event, (1, 5, 9))
 
 
@@ -273,9 +273,6 @@ class TestPatterns(PassesTestCase):
         self.assertEqual(self.placed(one), (1, {E1}, {E5}))
 
 
-aten, streams = torch.ops.aten, torch.ops.streams
-
-
 def graph_of(*places):
     """x -> relu -> relu -> ..., one for each of the streams; all are returned. The n-th
     is after event n of the caller, and before event 10 + n."""
@@ -337,14 +334,8 @@ class NewNodesTestCase(TestCase):
 
 
 class TestReplacements(NewNodesTestCase):
-    def test_one_node(self):
-        _, _, second = self.begin(1, 2)
-        found = self.run_pass(lambda: self.replace(second, aten.sin.default))
-        self.assertEqual(found, {"sin_default": ["relu_1"]})
-        self.assertEqual(self.placed("sin_default"), (2, (1,), (11,)))
-
-    def test_several_nodes_by_one(self):
-        x, first, second = self.begin(1, 1)
+    def both_by_one(self, *places):
+        x, first, second = self.begin(*places)
 
         def change():
             both = self.make(first, aten.sin.default, x)
@@ -353,21 +344,14 @@ class TestReplacements(NewNodesTestCase):
                 self.graph.erase_node(old)
 
         self.assertEqual(set(self.run_pass(change)["sin_default"]), {"relu_0", "relu_1"})
-        self.assertEqual(self.placed("sin_default"), (1, (0, 1), (10, 11)))
+        stream, after, before = self.placed("sin_default")
+        return stream, set(after), set(before)
+
+    def test_several_nodes_by_one(self):
+        self.assertEqual(self.both_by_one(1, 1), (1, {0, 1}, {10, 11}))
 
     def test_nodes_of_several_streams_by_one(self):
-        x, first, second = self.begin(1, 2)
-
-        def change():
-            both = self.make(first, aten.sin.default, x)
-            for old in (second, first):
-                old.replace_all_uses_with(both)
-                self.graph.erase_node(old)
-
-        self.run_pass(change)
-        stream, after, before = self.placed("sin_default")
-        self.assertEqual(stream, 2)
-        self.assertEqual((set(after), set(before)), ({0, 1, -1}, {10, 11, -1}))
+        self.assertEqual(self.both_by_one(1, 2), (2, {0, 1, -1}, {10, 11, -1}))
 
     def test_operand_decides_between_streams(self):
         for place in (2, 3):

@@ -262,10 +262,8 @@ class TestParts(ReaderTestCase):
         self.assertEqual(self.rows((0, 2), (2, 4), places=(1, 1))[0], [{"x0"}] * 2)
 
 
-aten, streams = torch.ops.aten, torch.ops.streams
 PRIVATE, OTHER = 3, 4  # made by the frame; the current stream of the other device
 OTHER_DEVICE = 1_000_001  # the number that OTHER has where regions are planned
-E5, R5, H0, C0 = caller_event(5), record(5, 0), synchronization(0), blocking_copy(0)
 
 
 def current(device):

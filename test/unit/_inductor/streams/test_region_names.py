@@ -3,14 +3,11 @@
 from types import SimpleNamespace
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._inductor.utils import IndentedBuffer
-from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from stand_ins.schedules import device
+from stand_ins.schedules import device, NumberedCase
 from torch_overlay import frame_facts
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.ids import copy_in_stream, copy_out_stream
 from torch_overlay._functorch.streams.tokens import caller_event
 from torch_overlay._inductor.streams.plan import BoundaryWait, Event, Op, Plan
@@ -19,15 +16,10 @@ from torch_overlay._inductor.streams.region_names import RegionNames
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
-class RegionNamesTestCase(TestCase):
+class RegionNamesTestCase(NumberedCase):
     def setUp(self):
         super().setUp()
-        for forget in (numbering.reset_user_object_tracking, registry.reset):
-            forget()
-            self.addCleanup(forget)
-        current = device()
-        current.__enter__()
-        self.addCleanup(current.__exit__, None, None, None)
+        self.enterContext(device())
         self.root = SimpleNamespace(header=IndentedBuffer(), imports=IndentedBuffer())
 
     def names(self, *streams, devices=(0,), private=(), enclosed=False, **plan):

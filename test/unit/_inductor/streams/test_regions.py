@@ -1,7 +1,5 @@
 """`_inductor.streams.regions`: one region at a time is written, also around partitions."""
 
-import contextlib
-
 import torch
 from torch._inductor.virtualized import V
 from torch.fx import symbolic_trace
@@ -30,11 +28,9 @@ class TestRegions(ProgramCase):
 
     def schedule(self, *results, **options):
         self.program.output(*results)
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        stack.enter_context(config.patch(fold_branches_below_us=0.0))
-        stack.enter_context(torch._inductor.config.patch(options))
-        self.scheduler = stack.enter_context(self.program.scheduled())
+        self.enterContext(config.patch(fold_branches_below_us=0.0))
+        self.enterContext(torch._inductor.config.patch(options))
+        self.scheduler = self.enterContext(self.program.scheduled())
         self.wrapper = V.graph.wrapper_code
 
     def fork_and_join(self, **options):

@@ -1,6 +1,5 @@
 """`_inductor.streams.switching`: memory that is reused, and the streams that lines run on."""
 
-import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +10,7 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from stand_ins.schedules import device, Program
+from stand_ins.schedules import device, Program, written
 from torch_overlay._dynamo.range_ops import range_mark, range_pop, range_push
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.notes import WrapperNotes
@@ -79,9 +78,7 @@ class LinesTestCase(TestCase):
             results.append(program.call(aten.mm.default, x, x, stream=stream))
             results[-1] = program.call(aten.mm.default, results[-1], x, stream=stream)
         program.output(*results)
-        scheduled = contextlib.ExitStack()
-        self.addCleanup(scheduled.close)
-        self.scheduler = scheduled.enter_context(program.scheduled())
+        self.scheduler = self.enterContext(program.scheduled())
         self.wrapper = V.graph.wrapper_code
 
     def line(self, kind, name):
@@ -97,18 +94,9 @@ class LinesTestCase(TestCase):
     def region(self, *lines):
         return [BeginRegion(self.emitter), *lines, EndRegion(self.emitter)]
 
-    def written(self, lines):
-        code = IndentedBuffer()
-        for line in lines:
-            if isinstance(line, str):
-                code.writeline(line)
-            else:
-                line.codegen(code)
-        return code.getvalue().rstrip()
-
     def switched(self, *lines):
         with device():
-            return self.written(switch_streams(self.region(*lines)))
+            return written(switch_streams(self.region(*lines)))
 
 
 class TestSwitches(LinesTestCase):
@@ -238,7 +226,7 @@ class TestSharedMemory(LinesTestCase):
         lines[1].scheduler_node_index += 5  # other nodes are in between
         found = share_memory(self.region(*lines))[1:-1]
         self.assertEqual([needs(line, 7, self.emitter) for line in found], [None, 0])
-        return self.written(found)
+        return written(found)
 
     def test_calls_that_keep_to_one_stream(self):
         found = self.shared().splitlines()
