@@ -208,6 +208,11 @@ class TestSizes(SizesTestCase):
         for n in (7, 3):
             self.call(run, n)
         self.assertEqual((run.outside["size-waits"], self.counted("relaunches")), (6, 6))
+        with mock.patch.object(governor, "START", -1e9):
+            run = self.sized(verify=True)
+            for n in (3, 3, 7, 7):
+                self.call(run, n)
+        self.assertEqual(run.outside, {"warm-up": 2}, "each launch is to be verified")
 
     def test_verified(self):
         run = self.sized(verify=True)

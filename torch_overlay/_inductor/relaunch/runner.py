@@ -89,8 +89,7 @@ class _InputStorages:
 
     def __init__(self, inputs: Sequence[Any], is_backward: bool, least: int = 0) -> None:
         found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)] if is_backward else []
-        sizes = [(k, storage, storage.nbytes()) for k, storage in found]
-        self._refs = [(k, StorageWeakRef(storage), size) for k, storage, size in sizes if size >= least]
+        self._refs = [(k, StorageWeakRef(v), size) for k, v in found if (size := v.nbytes()) >= least]
 
     def are_freed(self) -> bool:
         return any(ref.expired() for _, ref, _ in self._refs)
@@ -225,8 +224,9 @@ class Runner:
             return self._by_graph(key, state, inputs)
 
     def _waits(self, state: State) -> bool:
-        """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]."""
-        if state.relaunch is not None or self.governor.captures < sizes.OWN:
+        """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]. Who has each launch verified
+        doesn't do it for time."""
+        if state.relaunch is not None or self.governor.captures < sizes.OWN or self.region_graphs.verify:
             return False
         return not self.governor.affords_capture(state.waited, self.states.launched)
 

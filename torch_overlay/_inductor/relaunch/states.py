@@ -1,8 +1,7 @@
 """Keeps what a region has for each key of its calls: `States`.
 
-The least recently used state is dropped when there are too many graphs, or too many states; then one without a graph,
-if there is one. A region whose keys don't come again is captured for a
-bounded number of times.
+When there are too many graphs, the least recently used one is dropped; when there are too many states, one without a
+graph, if there is one. A region whose keys don't come again is captured for a bounded number of times.
 
 Chooses the inputs of a region that are in the key of a call: those that are not tensors on the device.
 

@@ -317,6 +317,7 @@ class Rebuild:
     can't be set in an executable. `give_up(message)` is called when that was done too often, until it returns True."""
 
     give_up: Callable[[str], bool] | None = None
+    why = "a copy of several rows can't be pointed at other memory"
 
     def __init__(self, graph: Any, copies: Iterable[CopyNode]) -> None:
         self.graph, self.count = graph, 0
@@ -336,8 +337,6 @@ class Rebuild:
             why = f"its copies moved {self.count} times, and each time it was made anew: {self.why}"
             self.give_up = None if self.give_up(why) else self.give_up
         return self.graph.raw_cuda_graph_exec()
-
-    why = "a copy of several rows can't be pointed at other memory"
 
 
 live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
