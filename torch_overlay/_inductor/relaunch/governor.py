@@ -4,12 +4,12 @@ Note [Time for graphs]
 A capture takes the host as long as some ten calls, and a size may not come again. The first sizes (`sizes.OWN`) are
 captured anyway, each at its second call. A further one is captured when both hold:
 1. Its calls without a graph have taken as long as a capture takes: it is a size that comes again.
-2. The region can afford it. All that it spends on graphs is at most `START` seconds, `SHARE` of the time of its calls
+2. The region can afford it. Its captures together take at most `START` seconds, `SHARE` of the time of its calls
    without a graph, and the time that launches of its graphs have saved. So with graphs it is slower than without by no
    more than that share and that start, however its sizes are drawn.
 Each launch saves the difference between the shortest call without a graph and the shortest of the first launches, which
-set the most nodes. All times are of the host, which is what a graph relieves: where the device takes longer than the
-host, neither a capture nor a launch delays it. What a warm-up takes is no measure, for it loads kernels.
+set the most nodes. All times are the host's, which a graph relieves: where the device takes longer than the host,
+neither a capture nor a launch delays it. Warm-ups, which load kernels, are no measure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARE = 0.03
 
 
 class Governor:
-    """What graphs have cost a region, and what they bring, in seconds of the host. `spent`: on captures, also failed
+    """The account of a region, in seconds of the host. `spent`: on captures, also failed
     ones; `capture`: on the latest; `without`: in calls without a graph; `captures`: how many there were since the
     graphs were last forgotten."""
 
@@ -46,8 +46,7 @@ class Governor:
         self.spent, self.capture = self.spent + seconds, seconds
 
     def saved(self, launches: int) -> float:
-        """Return what so many launches have saved. Nothing is known to be saved before a call without a graph was seen
-        that is no warm-up."""
+        """Return the seconds that so many launches have saved: none before a call without a graph, warm-ups apart."""
         return launches * max(self._call - self._launch, 0.0) if self._call < float("inf") else 0.0
 
     def affords_capture(self, waited: float, launches: Callable[[], int]) -> bool:

@@ -17,7 +17,7 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     another thread captures, or has dropped the graph              run as compiled                     busy
     otherwise                                                      capture (`region_graphs`), launch
 
-In the first call of a key, libraries and Triton choose their kernels, and what it does is the plan of the capture
+In the first call of a key, libraries and Triton choose their kernels, and the plan of the capture is observed
 (`FirstRuns`): which allocations become outputs, which inputs are seeds of attention or are freed, how far random
 generators advance. The first one with some sizes is observed in full. The allocations of a further one, or of one in
 another thread, are the same; which inputs are large is not.
@@ -84,8 +84,8 @@ class Run(NamedTuple):
 
 
 class _InputStorages:
-    """The storages of a backward's inputs, of `least` bytes or more, before a run that may free them. What a forward
-    frees changes no graph."""
+    """The storages of a backward's inputs, of `least` bytes or more, before a run that may free them. A graph of
+    a forward doesn't depend on the inputs that are freed."""
 
     def __init__(self, inputs: Sequence[Any], is_backward: bool, least: int = 0) -> None:
         found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)] if is_backward else []
@@ -224,8 +224,8 @@ class Runner:
             return self._by_graph(key, state, inputs)
 
     def _waits(self, state: State) -> bool:
-        """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]. Who has each launch verified
-        doesn't do it for time."""
+        """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]. A process that verifies
+        launches captures each size at once."""
         if state.relaunch is not None or self.governor.captures < sizes.OWN or self.region_graphs.verify:
             return False
         return not self.governor.affords_capture(state.waited, self.states.launched)
