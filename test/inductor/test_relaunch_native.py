@@ -724,7 +724,8 @@ class TestArguments(TestCase):
         self.blocks = relaunch_driver.module().Blocks
 
     def maker(self, words=(), **arguments):
-        return functools.partial(relaunch_driver.call_of, self.blocks(0, (self.NODE,), (), 0, words), **arguments)
+        blocks = self.blocks(0, (self.NODE,), (), 0, words)
+        return functools.partial(blocks.call, **relaunch_driver.call_arguments(**arguments))
 
     def call(self, words=(), **arguments):
         return self.maker(words, **arguments)()

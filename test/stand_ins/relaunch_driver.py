@@ -202,15 +202,19 @@ def word(value: int) -> bytes:
     return value.to_bytes(8, "little")
 
 
-def call_of(blocks: Any, **arguments: Any) -> Any:
-    """A call of these blocks, with nothing where the arguments say nothing. The executable is not launched."""
+def call_arguments(**arguments: Any) -> dict[str, Any]:
+    """Arguments of a call, with nothing where these say nothing. The executable is not launched."""
     given: dict[str, Any] = dict.fromkeys(
         ("empty", "reinterpret", "current", "stream_of", "is_capturing", "misaligned")
     )
     given |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
     given |= {"slab": None, "scratch": None, "numbers": ((),) * 4, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
     given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y", "outputs": lambda *made: ()}
-    return blocks.call(**given | {"replay": lambda: None, "direct": False} | arguments)
+    return given | {"replay": lambda: None, "direct": False} | arguments
+
+
+def call_of(blocks: Any, **arguments: Any) -> Any:
+    return blocks.call(**call_arguments(**arguments))
 
 
 class At:
