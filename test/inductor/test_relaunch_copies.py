@@ -163,7 +163,7 @@ class TestRebuild(TestCase):
         launch = self.make(refused=103)
         launch(0x1000, 0x2000)
         self.assertEqual(self.calls, ["synchronize", "upload"])
-        # What is no copy is set in the new executable.
+        # The other nodes are set in the new executable.
         in_graph = [("in_graph", 0x50, 0x1040), ("in_graph", 0x52, 0x2000)]
         self.assertEqual(self.driven(), [*in_graph, ("fill", 101, 0x51), ("launch", 101)])
         launch(0x1000, 0x2000)  # nothing moved

@@ -640,7 +640,7 @@ def converted(x: torch.Tensor) -> torch.Tensor:
 
 
 TEMPLATES = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
-# What a side stream computes, the sizes of its inputs, the pass's mark in what is generated, and options.
+# The function of a side stream, the sizes of its inputs, the pass's mark in what is generated, and options.
 PASSES: dict[str, tuple[Any, list[tuple[int, ...]], str, dict[str, Any]]] = {
     "decomposition": (lambda x: F.layer_norm(F.gelu(x), (64,)).log_softmax(-1), [(32, 64)], "aten.exp", {}),
     "functionalization": (updated_views, [(16, 64)], "aten.relu", {}),

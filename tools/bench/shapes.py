@@ -247,20 +247,8 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    header = [
-        "row",
-        "side",
-        "first us",
-        "second",
-        "later",
-        "mean ms",
-        "last",
-        "worst",
-        "losses",
-        "device",
-        "reserved",
-        "host",
-    ]
+    header = ["row", "side", "first us", "second", "later", "mean ms", "last", "worst", "losses"]
+    header += ["device", "reserved", "host"]
     header += ["captures", "executables", "recompiled", ""]
     return "\n".join(streams.aligned([header, *[_cells(result, results) for result in results]]))
 

@@ -235,9 +235,9 @@ class Coverage:
             lines += ["", *_rewritten(function)] if function.rewrites else []
             for region in function.regions:
                 if region.sizes:
-                    lines += ["", f"[sizes] {region.line or region.name}", f"    {region.sizes}"]
-                    lines.append(f"    captures took {region.graph_seconds:.2f} s of the host")
-                    lines[-1] += f", and launches have saved {region.saved_seconds:.2f} s"
+                    took, saved = f"{region.graph_seconds:.2f} s", f"{region.saved_seconds:.2f} s"
+                    account = f"    captures took {took} of the host, and launches have saved {saved}"
+                    lines += ["", f"[sizes] {region.line or region.name}", f"    {region.sizes}", account]
         for each in self.refused:
             lines += ["", f"[{each.code}] {each.message}"] + [f"    {each.remedy}"] * bool(each.remedy)
         for reason, count in self.graph_breaks:

@@ -25,9 +25,8 @@ SHARE = 0.03
 
 
 class Governor:
-    """The account of a region, in seconds of the host. `spent`: on captures, also failed
-    ones; `capture`: on the latest; `without`: in calls without a graph; `captures`: how many there were since the
-    graphs were last forgotten."""
+    """The account of a region, in seconds of the host. `spent`: on captures, failed ones too; `capture`: on the latest;
+    `without`: in calls without a graph; `captures`: how many there were since the graphs were last forgotten."""
 
     def __init__(self) -> None:
         self.captures = 0
