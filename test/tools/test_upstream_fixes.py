@@ -22,6 +22,7 @@ if not form.PATCHED:
 FIXES = {} if form.PATCHED else read_fixes()
 QUICK = "wrapped-numbers"  # compiles nothing
 NAMES = [QUICK, *(name for name in FIXES if name != QUICK)]
+OLDER = {"cached-properties": (3, 12)}  # of an interpreter older than that; a newer one doesn't have the fault
 SENDER = "Author and use of AI tools: to be filled in by the person who sends this."
 
 
@@ -75,9 +76,10 @@ class TestFixes(TestCase):
         needed = [FIXES[other] for other in fix.needs]
         self.assertTrue(fix.tests)
         self.replace(fixed(needed, installed_root()))
-        status, said = self.run_tests(fix.tests)
-        self.assertRegex(said, r"FAILED \((failures|errors)=", "its tests pass without it")
-        self.assertNotEqual(status, 0)
+        if sys.version_info < OLDER.get(name, sys.version_info + (0,)):
+            status, said = self.run_tests(fix.tests)
+            self.assertRegex(said, r"FAILED \((failures|errors)=", "its tests pass without it")
+            self.assertNotEqual(status, 0)
         self.replace(fixed([*needed, fix], installed_root()))
         status, said = self.run_tests(fix.tests)
         self.assertEqual(status, 0, said)
