@@ -3,7 +3,8 @@
 
     python tools/bench/shapes.py --out DIR [--rows distilbert,int] [--sides off,trees,relaunch,pad,replay] [--jobs 14]
 
-Each row and side is a process of its own. Processes of a few rows compile together; then each measures alone, one after
+Each row and side is a process of its own. Processes of a few rows compile together, after the first side's have chosen
+the configurations of their Triton kernels, which the others find in the cache; then each measures alone, one after
 another, and a second process of the first and of relaunch's side measures last.
 
     first    µs of the first call of a size, from idle, until the device is done; median over the sizes
@@ -12,21 +13,24 @@ another, and a second process of the first and of relaunch's side measures last.
     worst    the 100 calls in a row that are slowest, against the same without a graph
     device   MiB of device memory that the sizes took;  reserved: of the caching allocator's;  host: of host memory
 
-Sides: `off` has no graph; `pad` pads to the largest size, under trees; `replay` is a graph made by hand at the second
-call of each size, with its inputs copied in: the floor. The rows are in `shape_rows`. --jsonl FILE writes what
+Sides: `off` has no graph; `code` runs the code that relaunch's side compiles, without graphs; `pad` pads to the largest
+size, under trees; `replay` is a graph made by hand at the second call of each size, with its inputs copied in: the
+floor. The rows are in `shape_rows`. --jsonl FILE writes what
 tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import resource
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any, TextIO, TYPE_CHECKING
 
 
 HERE = Path(__file__).resolve().parent
@@ -37,11 +41,18 @@ import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 LATER = 4  # rounds over all sizes
 STEPS = 25  # that are timed together, where sizes are drawn
-SIDES = {"off": "off", "trees": "trees", "pad": "trees", "relaunch": "relaunch", "replay": "replay"}  # -> of processes
+SIDES = {
+    "off": "off",
+    "code": "relaunch",
+    "trees": "trees",
+    "pad": "trees",
+    "relaunch": "relaunch",
+    "replay": "replay",
+}  # -> of processes
 
 
 class _Served:
@@ -53,6 +64,10 @@ class _Served:
         import torch_overlay  # noqa: F401
 
         torch.manual_seed(0)
+        if side == "code":
+            from torch_overlay._inductor.relaunch.runner import Runner
+
+            Runner.__call__ = lambda self, inputs: self.region.plain(inputs)
         mode = "reduce-overhead" if KINDS[SIDES[side]][1] else None
         self.row = ROWS[row](lambda fn: torch.compile(fn, mode=mode, dynamic=side != "pad"), side == "pad")
         # None: the item was called, and so is warm.
@@ -165,14 +180,17 @@ class _Served:
         return {"executables": runners.counts()["execs"], "refusals": causes.refusals()[:3]}
 
 
-def measure(rows: Sequence[str], sides: Sequence[str], jobs: int, limit: float) -> list[dict[str, Any]]:
-    """Rows by rows, as many as have `jobs` processes."""
+def measure(
+    rows: Sequence[str], sides: Sequence[str], jobs: int, limit: float, note: Callable[[dict[str, Any]], Any] = id
+) -> list[dict[str, Any]]:
+    """Rows by rows, as many as have `jobs` processes. Each result is noted when it is there."""
     deadline, results = time.monotonic() + limit, []
     order = [*sides, *[side for side in (sides[0], "relaunch") if len(sides) > 1]]
     at_once = max(1, jobs // len(order))
     for begin in range(0, len(rows), at_once):
         for result in _together(rows[begin : begin + at_once], order, deadline):
             results.append(result)
+            note(result)
             print("  ".join(_cells(result, results)), file=sys.stderr, flush=True)
     return results
 
@@ -183,9 +201,13 @@ def _together(rows: Sequence[str], sides: Sequence[str], deadline: float) -> Ite
     from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
     processes = [(r, s, Process(r, s, environment_of(SIDES[s]), __file__)) for r in rows for s in sides]
-    for *_, process in processes:
-        process.tell("warm")
-    warm = [process.answer(deadline - time.monotonic()) for *_, process in processes]
+    warm: list[dict[str, Any]] = [{} for _ in processes]
+    for chosen in (range(0, len(processes), len(sides)), range(len(processes))):  # the first side's, then the others
+        new = [i for i in chosen if not warm[i]]
+        for i in new:
+            processes[i][2].tell("warm")
+        for i in new:
+            warm[i] = processes[i][2].answer(deadline - time.monotonic())
     for (row, side, process), answer in zip(processes, warm):
         if "error" not in answer:
             process.tell("measure")
@@ -206,6 +228,11 @@ def figures(row: str, results: Sequence[dict[str, Any]]) -> records.Figures:
         "count": records.samples(mine, ("captures", "nodes", "executables", "recompiled")),
         "bytes": records.samples(mine, ("device MiB", "reserved MiB")),
     }
+
+
+def _write(file: TextIO | None, about: dict[str, Any], result: dict[str, Any]) -> None:
+    if file is not None:
+        print(json.dumps({**about, **result}), file=file)
 
 
 def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[str]:
@@ -271,11 +298,13 @@ def main() -> int:
     for what, chosen, known in (("row", args.rows, ROWS), ("side", args.sides, SIDES)):
         if unknown := set(chosen) - set(known):
             parser.error(f"no {what} {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
-    results = measure(args.rows, args.sides, args.jobs, args.limit)
     about = streams.describe()
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "shapes.jsonl").write_text("".join(json.dumps({**about, **r}) + "\n" for r in results))
+    with contextlib.ExitStack() as stack:
+        file = None
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((args.out / "shapes.jsonl").open("w", buffering=1))
+        results = measure(args.rows, args.sides, args.jobs, args.limit, functools.partial(_write, file, about))
     records.write(args.jsonl, about, {"shapes": {row: figures(row, results) for row in args.rows}})
     print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(results)}")
     return 1 if any("error" in result for result in results) else 0
