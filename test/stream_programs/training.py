@@ -145,6 +145,33 @@ def train_experts(k: Kit) -> Any:
     return step
 
 
+@training("experts on four streams write their results to rows of one tensor", weights=4)
+def train_rows_of_new_tensor(w0, w1, w2, w3, one, two, three, four, sleep, /, x):
+    out, sides = torch.empty(4, *x.shape, device=x.device), (one, two, three, four)
+    fork(*sides)
+    for i, (side, weight) in enumerate(zip(sides, (w0, w1, w2, w3))):
+        with torch.cuda.stream(side):
+            out[i] = sleep(x @ weight).relu()
+    join(*sides)
+    return (out * 2).sum()
+
+
+@training("rows overlap, in part and wholly, and some keep values whose gradients are needed", weights=2)
+def train_overlapping_rows(first, second, one, two, sleep, /, x):
+    out = (x @ first) * 2
+    fork(one)
+    with torch.cuda.stream(one):
+        out[:24] = sleep(x[:24] @ second)
+    two.wait_stream(one)
+    with torch.cuda.stream(two):
+        out[16:32] = (x[:16] @ first).relu()
+        out[40::2] = x[40::2] @ second
+        out[41] = sleep(x)[41] * 3
+    join(one, two)
+    out[20] = x[20]
+    return (out * out).sum()
+
+
 @training("a chain that changes streams at each layer")
 def train_chain_over_streams(k: Kit) -> Any:
     one, two, sleep = k.stream(), k.stream(), k.sleep

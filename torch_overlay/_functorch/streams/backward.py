@@ -216,6 +216,75 @@ def mark_backward(graph: Graph) -> None:
             node.meta[BACKWARD] = begun = True
 
 
+# Note [Gradients of rows]
+# A program that writes the results of several streams to rows of one tensor (`out[i] = expert(x)`) has a chain for a
+# backward: each assignment hands on the gradient of the whole tensor with zeros in its row, and takes that row for its
+# own. The rows that later assignments have set to zero are not the one that an earlier one takes. So it takes it from
+# the gradient that came in: the streams wait for that one alone, and where nobody needs the gradient of what the tensor
+# held before, no copies of it are made.
+
+
+def read_past_updates(graph: Graph) -> None:
+    """Take rows of gradients from before the updates of other rows: Note [Gradients of rows]."""
+    found = False
+    for clone in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        view: Any = clone.args[0]
+        # The layout of a contiguous copy does not depend on that of the value.
+        if clone.kwargs.get("memory_format") is not torch.contiguous_format or view.target not in _ROW_VIEWS:
+            continue
+        rows = _rows(view) if is_backward(clone) else None
+        if rows is None or (value := _before_updates(view.args[0], rows)) is view.args[0]:
+            continue
+        with graph.inserting_before(clone):
+            row = graph.call_function(view.target, (value, *view.args[1:]), view.kwargs)
+        row.meta = {**view.meta, "val": view.target(value.meta["val"], *view.args[1:], **view.kwargs)}
+        clone.replace_input_with(view, row)
+        found = True
+    for node in reversed(graph.nodes if found else ()):
+        if is_backward(node) and not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
+def _before_updates(value: Node, rows: tuple[int, range]) -> Node:
+    """Return the earliest value that has the same elements in these rows of a dimension."""
+    dim, wanted = rows
+    while True:
+        given: Any = value.args[0] if value.target in _ROW_UPDATES else None
+        if value.target is torch.ops.aten.copy.default:
+            given = value.args[1]
+            old, new = given.meta["val"], value.meta["val"]
+            if (old.dtype, old.device, old.shape) != (new.dtype, new.device, new.shape):
+                return value
+        elif given is None or (at := _rows(value)) is None or at[0] != dim or not _are_apart(at[1], wanted):
+            return value
+        value = given
+
+
+_ROW_VIEWS = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor)
+_ROW_UPDATES = (torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default)
+
+
+def _rows(node: Node) -> tuple[int, range] | None:
+    """Return the dimension, and the rows in it, of a view or an update of some rows; None for anything else, and if the
+    rows are not known."""
+    if node.target not in (*_ROW_VIEWS, *_ROW_UPDATES):
+        return None
+    base: Any = node.args[0]
+    dim, *at = node.args[1 + (node.target in _ROW_UPDATES) :] or (0,)
+    shape = base.meta["val"].shape
+    if node.kwargs or not all(type(n) in (int, type(None)) for n in (dim, *at)):
+        return None
+    if type(size := shape[dim]) is not int:
+        return None
+    if node.target in (torch.ops.aten.select.int, torch.ops.aten.select_scatter.default):
+        return dim, range(at[0] % size, at[0] % size + 1)
+    return dim, range(size)[slice(*at)] if len(at) > 1 else range(size)[slice(at[0] if at else None, None)]
+
+
+def _are_apart(rows: range, others: range) -> bool:
+    return not rows or not others or rows[-1] < others[0] or others[-1] < rows[0]
+
+
 def _viewed_results(output: Node) -> set[Node]:
     """Return the views that the forward returns, and the views that those are views of."""
     found: set[Node] = set()

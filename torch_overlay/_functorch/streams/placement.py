@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo.range_ops import RANGES
 from torch_overlay._functorch.streams import autograd_nodes, memory
-from torch_overlay._functorch.streams.backward import mark_backward
+from torch_overlay._functorch.streams.backward import mark_backward, read_past_updates
 from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
 from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import (
@@ -247,6 +247,7 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
     autograd_nodes.note(gm.graph, frame.first_readers)
     place_first_copies(gm.graph)
     mark_backward(gm.graph)
+    read_past_updates(gm.graph)
     keep_waits(gm.graph, frame)
     memory.record_inputs(gm.graph)
     nodes = list(gm.graph.nodes)

@@ -60,7 +60,8 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
         if streams:
             device = reader.device_of(name)
             shared = callers_stream_index(device.index if device is not None and device.index is not None else 0)
-            stream = streams[0] if len(set(streams)) == 1 and name not in reader.loaded else shared
+            is_of_one = len(set(streams)) == 1 and name not in reader.loaded
+            stream = streams[0] if is_of_one else reader.allocated_on.get(name, shared)
             known = results.get(name, set())
             if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
                 # Whichever streams wrote its inputs, the caller gets memory of the stream that concatenates in eager.

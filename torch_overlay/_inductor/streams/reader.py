@@ -205,6 +205,7 @@ class RegionReader:
         self.ops: list[Op] = []
         self.index: dict[BaseSchedulerNode, int] = {}
         self.writer_streams: dict[str, list[int]] = {}
+        self.allocated_on: dict[str, int] = {}  # memory that is allocated apart from its first write -> stream
         self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it lies in
         self.fresh: dict[str, None] = {}
@@ -268,8 +269,8 @@ class RegionReader:
             name, buffer = output.get_name(), output.node
             if stream is not None:
                 for mutated in map(self.storage, output.get_mutations()):
-                    if mutated in self.fresh:  # a user's kernel writes what `torch.empty` made
-                        self.writer_streams.setdefault(mutated, [stream])
+                    if mutated in self.allocated_on:
+                        self.writer_streams.setdefault(mutated, []).append(stream)
             if output.get_mutations() or buffer is None or not is_gpu(buffer.get_device()):
                 continue
             layout = buffer.layout if hasattr(buffer, "layout") else None
@@ -285,6 +286,8 @@ class RegionReader:
             self.fresh[owner] = None
             if stream is not None:
                 self.writer_streams.setdefault(owner, []).append(stream)
+            elif isinstance(node, sched.NopKernelSchedulerNode) and not node.read_writes.reads:  # `torch.empty`
+                self.allocated_on[owner] = self.stream_of(node, buffer.get_device())
 
     def launch(self, node: BaseSchedulerNode) -> Op:
         reads = {self.storage(d.name) for d in node.read_writes.reads if not isinstance(d, WeakDep)}

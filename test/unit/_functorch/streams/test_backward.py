@@ -1,9 +1,11 @@
 """`_functorch.streams.backward`: streams of a joint graph's backward."""
 
 import operator
+import random
 
 import torch
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._guards import tracing, TracingContext
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.common_utils import TestCase
@@ -20,6 +22,7 @@ from torch_overlay._functorch.streams.backward import (
     place_computed_early,
     place_parts,
     place_recomputed,
+    read_past_updates,
 )
 from torch_overlay._functorch.streams.duplicates import DUPLICATES
 from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
@@ -32,6 +35,87 @@ from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 aten, streams = torch.ops.aten, torch.ops.streams
 WAIT = streams.wait_stream.default
 EVENT = caller_event(5)
+
+
+class _Checked(torch.fx.Interpreter):
+    """Runs a graph, and compares the layouts of views with those that were noted."""
+
+    def run_node(self, n):
+        value = super().run_node(n)
+        if n.target in (aten.select.int, aten.slice.Tensor):
+            noted = n.meta["val"]
+            assert (value.size(), value.stride()) == (noted.size(), noted.stride()), n
+        return value
+
+
+class TestGradientsOfRows(TestCase):
+    """Gradients of rows are taken from before the updates of others: Note [Gradients of rows]."""
+
+    def rewritten(self, fn):
+        """The joint graph of `fn(x, w)`, of which all gradients are what they were."""
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        gm = aot_export_joint_simple(lambda *args: (fn(*args),), (x, w), trace_joint=True)
+        given = [x.detach(), w.detach()], [torch.randn(())]
+        expected = gm(*given)
+        mark_backward(gm.graph)
+        read_past_updates(gm.graph)
+        self.assertEqual(_Checked(gm).run(*given), expected, rtol=0, atol=0)
+        return [n.target for n in gm.graph.nodes if n.meta.get(BACKWARD)]
+
+    def test_rows_of_new_memory_have_no_chain(self):
+        def assign_all(x, w, stop=8):
+            out = torch.empty(8, 8, 8) if stop == 8 else (x @ w).expand(8, 8, 8) * 2
+            for i in range(stop):
+                out[i] = (x @ w).relu() * i
+            return (out * out).sum()
+
+        targets = self.rewritten(assign_all)
+        self.assertNotIn(aten.select_scatter.default, targets)
+        self.assertNotIn(aten.copy.default, targets)
+        # The gradient of what the other rows held passes all assignments.
+        targets = self.rewritten(lambda x, w: assign_all(x, w, stop=3))
+        self.assertEqual(targets.count(aten.select_scatter.default), 3)
+
+    def test_other_copies_read_what_they_read(self):
+        x, other = torch.rand(4, 4), torch.empty(4, 4, dtype=torch.int64)
+        update, contiguous = (aten.select_scatter.default, 1), torch.contiguous_format
+        cases = (
+            (other, (aten.copy.default, 0), (aten.select.int, 0, 1), contiguous),  # of another type
+            (x, update, (aten.select.int, 0, 1), torch.preserve_format),  # its layout is that of the row
+            (x, update, (aten.select_scatter.default, 0, 1), contiguous),  # of a whole
+        )
+        for held, (change, given), (target, *at), memory_format in cases:
+            graph = Graph()
+            inputs = [graph.placeholder(name) for name in ("tangents_1", "held", "row")]
+            more = (inputs[2], 0, 3) if given else (inputs[0],)
+            changed = graph.call_function(change, (inputs[1], *more))
+            row = graph.call_function(target, (changed, *(inputs[2:] if target is change else ()), *at))
+            clone = graph.call_function(aten.clone.default, (row,), {"memory_format": memory_format})
+            graph.output((clone,))
+            for node, noted in zip(graph.nodes, (x, held, x[0], held, x, x)):
+                node.meta |= {"val": noted, BACKWARD: node.op == "call_function"}
+            read_past_updates(graph)
+            self.assertIs(clone.args[0], row)
+            self.assertIs(row.args[0], changed)
+
+    def test_gradients_are_equal_whatever_is_assigned(self):
+        draw = random.Random(3)
+        for _ in range(30):
+            held, at = draw.randrange(3), []
+            for _ in range(draw.randrange(2, 6)):
+                start = draw.randrange(8)
+                part = slice(start, draw.randrange(start, 9), draw.choice((None, 1, 2, 3)))
+                index = draw.choice((draw.randrange(-8, 8), part))
+                at.append(index if draw.randrange(3) else (slice(None), index))
+
+            def assign(x, w, held=held, at=tuple(at)):
+                out = (x @ w).clone() if held else torch.zeros(8, 8)
+                for i, index in enumerate(at, start=1):
+                    out[index] = (x @ w).sin()[index] * i
+                    out.select(-1, i).copy_(x[i] * w[i])
+                return out.sum() if held == 2 else (out * out).sum()
+
+            self.rewritten(assign)
 
 
 class GraphCase(TestCase):
