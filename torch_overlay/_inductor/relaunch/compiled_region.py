@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
+    from torch_overlay._inductor.relaunch.states import State
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 
@@ -75,14 +76,17 @@ class CompiledRegion:
         self.outside: Counter[str] = Counter()
         self.governor = Governor()
 
-    def run(self, cause: str, inputs: list[Any]) -> Any:
-        """Run the region as compiled, and count the cause."""
+    def run(self, cause: str, inputs: list[Any], waiting: State | None = None) -> Any:
+        """Run the region as compiled, and count the cause. `waiting`: the state that waits for a capture meanwhile."""
         self.outside[cause] += 1
         if cause == "warm-up":
             return self.plain(inputs)
         start = time.perf_counter()
         result = self.plain(inputs)
-        self.governor.note_call(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.governor.note_call(seconds)
+        if waiting is not None:
+            waiting.waited += seconds
         return result
 
     def plain(self, inputs: list[Any]) -> Any:

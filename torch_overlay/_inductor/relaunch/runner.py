@@ -216,10 +216,7 @@ class Runner:
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
         if self._waits(state):
-            before = self.governor.without
-            result = run("size-waits", inputs)
-            state.waited += self.governor.without - before
-            return result
+            return run("size-waits", inputs, state)
         with self.region.device.guard():
             return self._by_graph(key, state, inputs)
 
