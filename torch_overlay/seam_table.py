@@ -229,7 +229,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-concat-results
     Seam(
         target="torch._inductor.ir:ConcatKernel.create",
-        impl="torch_overlay.upstream_fixes.concat_results:create",
+        impl="torch_overlay.upstream_fixes.aliases:concatenate",
         kind="wrap",
         patch="inductor-concat-results",
         fingerprint="b391e68816c3f097",
@@ -254,7 +254,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-no-op-results
     Seam(
         target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results:remove_no_ops",
+        impl="torch_overlay.upstream_fixes.aliases:remove_no_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="59916cf93109b19b",
@@ -263,7 +263,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results:remove_noop_ops",
+        impl="torch_overlay.upstream_fixes.aliases:remove_noop_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="4015e0b85a9bc1a0",
@@ -272,7 +272,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops",
-        impl="torch_overlay.upstream_fixes.results_in_inputs:reinplace_inplaceable_ops",
+        impl="torch_overlay.upstream_fixes.aliases:reinplace_inplaceable_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="0fd70a6a266bd8c6",

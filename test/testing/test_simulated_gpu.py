@@ -647,7 +647,7 @@ return (cos,)""",
     def test_constants_fold(self):
         r = compile_only(lambda x: x * torch.ones(4, device="cuda") + torch.zeros(4, device="cuda"), cuda(4))
         self.assertNotRegex(r.graphs[0], r"aten\.(mul|add)")
-        self.assertIn("aten.clone.default(arg0_1)", r.graphs[0])  # `no_op_results`
+        self.assertIn("aten.clone.default(arg0_1)", r.graphs[0])  # `upstream_fixes.aliases`
 
     def test_attention_takes_the_kernels_of_the_device(self):
         def used(*args, dtype=torch.bfloat16, head=64, **kwargs):

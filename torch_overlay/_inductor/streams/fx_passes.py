@@ -41,7 +41,7 @@ from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.hooks import override
-from torch_overlay.upstream_fixes.no_op_results import COPY_OF
+from torch_overlay.upstream_fixes.aliases import COPY_OF
 
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, note_fa
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state
 from torch_overlay._inductor.streams.fx_passes import is_write, needs_placement, NewNodes, PassLog, Placed
-from torch_overlay.upstream_fixes.no_op_results import COPY_OF
+from torch_overlay.upstream_fixes.aliases import COPY_OF
 
 
 aten, streams = torch.ops.aten, torch.ops.streams

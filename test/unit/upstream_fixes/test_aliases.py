@@ -1,4 +1,4 @@
-"""`upstream_fixes.no_op_results`: copies that a program relies on stay."""
+"""`upstream_fixes.aliases`: copies that a program relies on stay."""
 
 import torch
 from torch._inductor.fx_passes.joint_graph import remove_no_ops
