@@ -254,7 +254,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-no-op-results
     Seam(
         target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay.upstream_fixes.aliases:remove_no_ops",
+        impl="torch_overlay.upstream_fixes.aliases:remove_operations",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="59916cf93109b19b",
@@ -263,7 +263,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay.upstream_fixes.aliases:remove_noop_ops",
+        impl="torch_overlay.upstream_fixes.aliases:remove_operations",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="4015e0b85a9bc1a0",

@@ -27,12 +27,12 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForB
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._inductor.fx_passes import reinplace
 from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.lowering import clone
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import (
-    has_streams,
     is_asynchronous_copy,
     is_stream_op,
     is_view,
@@ -49,7 +49,7 @@ from torch_overlay.orders import reached
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import Graph, Node
 
 COPY_OF = "stream_copy_of"  # in `meta`, of a copy that a pass keeps: the name of the node that it stands for
 
@@ -84,11 +84,9 @@ class Aliases:
             is_whole = maker.op == "call_function" and len({values[i] for i, _ in kept}) > 1
             for i, views in kept:
                 value = maker if is_whole else values[i]
-                is_new = value not in self._copies
                 copy = self._copy(value, value)
-                if is_new:
-                    with V.fake_mode:
-                        copy.meta["val"] = _aten.clone.default(value.meta["val"])
+                with V.fake_mode:
+                    copy.meta["val"] = _aten.clone.default(value.meta["val"])
                 self._show(values, i, views if is_whole else [], value, copy)
         self._output.args = (pytree.tree_unflatten(values, structure),)
 
@@ -97,7 +95,7 @@ class Aliases:
         input, its new value or another result. Without `with_streams`, all is on one stream.
         """
         self._left = set(self._output.graph.nodes)
-        if with_streams and has_streams(self._nodes, lambda node: bool(fact_of(node).promised_to)):
+        if with_streams:
             self._keep_for_other_streams()
         if not self._left.issuperset(self._results):
             self._keep_results(with_streams)
@@ -116,7 +114,8 @@ class Aliases:
                 if value is None or not copied:
                     continue
                 first, owner = copied[-1], storage_node(value)
-                is_elsewhere = any(_is_read_elsewhere(c, reader) for c in copied for reader in readers)
+                blocking = {c: {token for token in fact_of(c).promises if token.is_blocking_copy} for c in copied}
+                is_elsewhere = any(_is_read_elsewhere(c, r, blocking[c]) for c in copied for r in readers)
                 if is_elsewhere and (owner in returned or _may_be_callers(owner)):
                     self._copy(first, value)
                 if first in self._copies and (is_elsewhere or is_stream_op(node)):
@@ -130,17 +129,21 @@ class Aliases:
         for maker, ((i, views), *_) in self._results.items():
             if maker not in left:
                 given[maker] = next((view.args[0] for view in reversed(views) if view in left), values[i])
-        for maker, value in given.items():
+        removed = {maker: self._behind(maker, (value,))[1] or [maker] for maker, value in given.items()}
+        for maker in sorted(given, key=lambda maker: len(removed[maker])):
+            value = given[maker]
             owner = storage_node(value)
             # A stream that is ordered after the result may overwrite it while the value behind it is still read.
             others = self._readers(owner, lambda n: n.users) - self._readers(maker, users.__getitem__)
             others |= {other for other in given if other is not maker and storage_node(given[other]) is owner}
             # The first removed operation read the value, on its stream; who waits for the last one waited for it.
-            _, removed = self._behind(maker, (value,))
-            first = removed[-1] if removed else maker
-            is_shared = owner in taken or _may_be_callers(owner) or first in self._copies
-            if is_shared or with_streams and any(_is_read_later(maker, n) for n in others):
+            *later, first = removed[maker]
+            is_read_later = any(_is_read_elsewhere(maker, n, fact_of(maker).promises) for n in others)
+            if owner in taken or _may_be_callers(owner) or first in self._copies or with_streams and is_read_later:
                 copy = self._copy(first, value)
+                while copy in taken and later:  # by the result that this one is made from
+                    copy = self._copy(later.pop(), copy)
+                taken.add(copy)
                 for user in left.intersection(users[maker]):
                     if is_stream_op(user):  # `record_stream` must name the block that the caller gets
                         user.replace_input_with(value, copy)
@@ -242,34 +245,17 @@ def _is_memory_of_its_own(what: Any) -> bool:
     return known.output_info[what.idx].output_type not in (OutputType.alias_of_input, OutputType.is_input)
 
 
-def _is_read_elsewhere(copy: Node, reader: Node) -> bool:
-    """True if the copy's reader runs on another stream, or after an operation that blocks the host until the copy is
-    done.
+def _is_read_elsewhere(value: Node, reader: Node, tokens: AbstractSet[Any]) -> bool:
+    """True if the reader runs on another stream than the value, or if one of the value's tokens, of a stream, an event
+    or a host wait after it, is not after the reader.
     """
-    blocking = {token for token in fact_of(copy).promises if token.is_blocking_copy}
-    promised = fact_of(reader).promises
-    return not is_stream_op(reader) and (node_stream(copy) != node_stream(reader) or not blocking.issubset(promised))
+    is_ordered = node_stream(value) == node_stream(reader) and tokens <= fact_of(reader).promises
+    return not is_stream_op(reader) and not is_ordered
 
 
-def _is_read_later(result: Node, reader: Node) -> bool:
-    """True if the reader runs on another stream than the result, or if a stream, event or host wait comes after the
-    result but not after the reader.
-    """
-    promised = [fact_of(node).promises for node in (result, reader)]
-    return not is_stream_op(reader) and (node_stream(result) != node_stream(reader) or not promised[0] <= promised[1])
-
-
-def remove_no_ops(
-    original: Callable[..., None], gm: GraphModule, zeros: AbstractSet[Node], ones: AbstractSet[Node]
-) -> None:
-    before = Aliases(gm.graph)
-    original(gm, zeros, ones)
-    before.keep_apart(handles_streams())
-
-
-def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
-    before = Aliases(graph)
-    original(graph)
+def remove_operations(original: Callable[..., None], graph: Any, *constants: AbstractSet[Node]) -> None:
+    before = Aliases(getattr(graph, "graph", graph))
+    original(graph, *constants)
     before.keep_apart(handles_streams())
 
 
@@ -279,16 +265,14 @@ def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph
 
 
 def concatenate(original: Callable[..., Any], cls: Any, inputs: Sequence[Any], dim: int) -> Any:
-    """Seam of ConcatKernel.create, which computes its inputs in place as parts of its result, unless they are results
-    of the graph: copy those, too, of which a result is a view.
+    """Seam of ConcatKernel.create, which computes inputs in place as parts of its result, unless they are results of
+    the graph themselves: inputs of which a result is a view are copied, too.
     """
     graph: Any = V.graph
     results = {get_node_storage(result) for result in graph.graph.output_node().all_input_nodes} - {None}
     nodes = [n for n in graph.current_node.all_input_nodes if n.op != "placeholder" and get_node_storage(n) in results]
-    shown = [graph.env[node].data for node in nodes]
-    from torch._inductor.lowering import clone
-
-    return original(cls, [clone(x) if x.data in shown else x for x in inputs], dim)
+    shown = {id(graph.env[node].data) for node in nodes}
+    return original(cls, [clone(x) if id(x.data) in shown else x for x in inputs], dim)
 
 
-__all__ = ["Aliases", "concatenate", "reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]
+__all__ = ["Aliases", "concatenate", "reinplace_inplaceable_ops", "remove_operations"]

@@ -1,12 +1,15 @@
-"""`upstream_fixes.aliases`: copies that a program relies on stay."""
+"""`upstream_fixes.aliases`: results have memory of their own, and copies that a program relies on stay."""
+
+import itertools
 
 import torch
 from torch._inductor.fx_passes.joint_graph import remove_no_ops
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
-from torch.testing._internal.common_utils import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -21,7 +24,7 @@ E1 = caller_event(1)
 
 
 @config.patch(streams=True)
-class NoOpResultsTestCase(TestCase):
+class AliasesTestCase(TestCase):
     def setUp(self):
         super().setUp()
         self.graph = Graph()
@@ -55,7 +58,7 @@ class NoOpResultsTestCase(TestCase):
         return self.graph.find_nodes(op="call_function", target=aten.clone.default)
 
 
-class TestCopies(NoOpResultsTestCase):
+class TestCopies(AliasesTestCase):
     def test_copy_of_an_input_that_an_asynchronous_copy_fills(self):
         host = self.graph.placeholder("host")
         host.meta["val"] = self.x.meta["val"]
@@ -118,7 +121,7 @@ class TestCopies(NoOpResultsTestCase):
         self.assertIs(y.args[0], copy)
 
 
-class TestResults(NoOpResultsTestCase):
+class TestResults(AliasesTestCase):
     def result_of_read_value(self, reader):
         value = self.call(aten.relu.default, self.x)
         result = self.call(aten.clone.default, value)
@@ -157,7 +160,7 @@ class TestResults(NoOpResultsTestCase):
         self.assertIs(result.args[0], value)
 
 
-class TestAdditionsOfZero(NoOpResultsTestCase):
+class TestAdditionsOfZero(AliasesTestCase):
     def remove_no_ops(self, *results):
         def change(graph):
             zeros = set(graph.find_nodes(op="call_function", target=aten.full.default))
@@ -185,3 +188,56 @@ class TestAdditionsOfZero(NoOpResultsTestCase):
         y = self.call(aten.sin.default, self.plus_zero(stream=1), stream=2)
         self.remove_no_ops(y)
         self.assertEqual(y.args, tuple(self.copies()))
+
+
+def copied_at_each_step(x):
+    y = x * torch.ones_like(x)
+    z = y + torch.zeros_like(x)
+    return z - torch.zeros_like(x), z[1:], y.view(2, 2), z, z.detach()
+
+
+def views_of_many_kinds(x):
+    y, z = torch.zeros_like(x) + x, torch.view_as_complex(x.view(2, 2)) * torch.ones(2)
+    parts = (x * torch.ones_like(x)).split(2)
+    return x, y.as_strided((2,), (2,), 1), y.view(torch.int32), z.conj(), z.real, x[:0] * 1, parts[0]
+
+
+def lists(x):
+    y = torch._foreach_mul([x, x[:2]], 1)
+    torch._foreach_add_([x], 1)
+    z = x.clone()
+    torch._foreach_mul_([x], 2)
+    return *y, z, z[1:]
+
+
+def parts_written_and_read(x):
+    x[1:3] = 7.0
+    y, z = x.clone()[1:3], torch.slice_scatter(x, x[1:3] * 2, 0, 1, 3)
+    x.copy_(torch.slice_scatter(z, z[0:1] * 2, 0, 0, 1))
+    return y, z, z[1:], x.detach(), x
+
+
+def concatenated(x):
+    y = x.view(2, 2) @ x.view(2, 2)
+    return torch.cat([y, y.t() @ y, y @ y.t()]), y.view(4)
+
+
+HAZARDS = [copied_at_each_step, views_of_many_kinds, lists, parts_written_and_read, concatenated]
+
+
+def sharing(*tensors):
+    storages = [t.untyped_storage().data_ptr() for t in tensors]
+    return [a == b != 0 for a, b in itertools.combinations(storages, 2)]
+
+
+@instantiate_parametrized_tests
+class TestSharing(TestCase):
+    @parametrize("function", HAZARDS)
+    def test_as_in_eager(self, function):
+        given, same = torch.arange(4.0), torch.arange(4.0)
+        expected = function(given)
+        made, (text,) = run_and_get_code(torch.compile(function, fullgraph=True), same)
+        self.assertEqual((same, *made), (given, *expected))
+        self.assertEqual(sharing(same, *made), sharing(given, *expected))
+        if function is concatenated:  # the parts that no result shows are computed in place
+            self.assertEqual(text.count(" = empty_strided_cpu((2, 2)"), 1)
