@@ -23,7 +23,7 @@ import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._inductor.fx_passes import reinplace
 from torch._inductor.fx_utils import get_node_storage
@@ -39,6 +39,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     output_descriptions,
     storage_node,
+    updated_operands,
     written_arguments,
 )
 from torch_overlay._functorch.streams.memory import results_made
@@ -65,11 +66,16 @@ class Aliases:
         self._users = {node: tuple(node.users) for node in self._nodes}
         self._inputs = {node: tuple(node.all_input_nodes) for node in self._nodes}
         self._views = {node for node in self._nodes if is_view(node)}
-        self._results: dict[Node, list[tuple[int, list[Node]]]] = {}  # maker of memory -> its results, and their views
+        known = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        self._descriptions = output_descriptions(self._output) if known is not None else []
+        # Maker of memory -> its results, and their views. Those that are inputs, or views of inputs, are left out.
+        self._results: dict[Node, list[tuple[int, list[Node]]]] = {}
         for i, value in enumerate(pytree.tree_leaves(self._output.args[0])):
-            if isinstance(value, torch.fx.Node):
-                views = [value]
-                while views[-1] is not storage_node(value):
+            if isinstance(value, torch.fx.Node) and not any(
+                _is_input(what, known) for what in self._descriptions[i:][:1]
+            ):
+                views, maker = [value], storage_node(value)
+                while views[-1] is not maker:
                     views.append(views[-1].args[0])  # type: ignore[arg-type]
                 self._results.setdefault(views.pop(), []).append((i, views))
         self._left = set(self._nodes)  # after the pass
@@ -78,9 +84,9 @@ class Aliases:
     def keep_out_of_inputs(self) -> None:
         """Copy, before the pass, results that it may compute in inputs."""
         values, structure = pytree.tree_flatten(self._output.args[0])
-        own = {i for i, what in enumerate(output_descriptions(self._output)) if _is_memory_of_its_own(what)}
+        count = len(self._descriptions)
         for maker, results in self._results.items():
-            kept = [(i, views) for i, views in results if i in own and _may_lie_in_written_input(values[i])]
+            kept = [(i, views) for i, views in results if i < count and _may_lie_in_written_input(values[i])]
             is_whole = maker.op == "call_function" and len({values[i] for i, _ in kept}) > 1
             for i, views in kept:
                 value = maker if is_whole else values[i]
@@ -89,6 +95,20 @@ class Aliases:
                     copy.meta["val"] = _aten.clone.default(value.meta["val"])
                 self._show(values, i, views if is_whole else [], value, copy)
         self._output.args = (pytree.tree_unflatten(values, structure),)
+
+    def drop_needless(self) -> None:
+        """Remove, after the pass, copies of what an operation computed in new memory, if nothing is written there after
+        the copy. New values that are selected from an operation's results may still become its operands.
+        """
+        copies, written = {*self._copies.values()}, set()
+        for node in reversed(self._output.graph.nodes):
+            if node in copies and {*node.users} == {self._output}:
+                owner = storage_node(node.all_input_nodes[0])
+                is_new = owner.op == "call_function" and owner.target is not operator.getitem
+                if is_new and not updated_operands(owner) and owner not in written:
+                    node.replace_all_uses_with(node.all_input_nodes[0])
+                    self._output.graph.erase_node(node)
+            written.update(map(storage_node, updated_operands(node)))
 
     def keep_apart(self, with_streams: bool = True) -> None:
         """Copy, after the pass, what other streams read in eager, and results that the pass made share memory with an
@@ -234,15 +254,10 @@ def _updated(value: Node) -> Node | None:
     return base if isinstance(base, torch.fx.Node) else None
 
 
-def _is_memory_of_its_own(what: Any) -> bool:
-    """True if the result is neither an input nor a view of one."""
-    if isinstance(what, SavedForBackwardsAOTOutput):
-        return True
-    context = torch._guards.TracingContext.try_get()
-    known = getattr(context, "fw_metadata", None)
-    if not isinstance(what, PlainAOTOutput) or known is None or what.idx >= len(known.output_info):
-        return False
-    return known.output_info[what.idx].output_type not in (OutputType.alias_of_input, OutputType.is_input)
+def _is_input(what: Any, known: Any) -> bool:
+    """True if the result is an input or a view of one, which the caller makes from the input itself."""
+    kinds = [info.output_type for info in known.output_info[what.idx :][:1]] if isinstance(what, PlainAOTOutput) else []
+    return kinds in ([OutputType.alias_of_input], [OutputType.is_input])
 
 
 def _is_read_elsewhere(value: Node, reader: Node, tokens: AbstractSet[Any]) -> bool:
@@ -260,8 +275,10 @@ def remove_operations(original: Callable[..., None], graph: Any, *constants: Abs
 
 
 def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph: Graph) -> None:
-    Aliases(graph).keep_out_of_inputs()
+    before = Aliases(graph)
+    before.keep_out_of_inputs()
     original(updater, graph)
+    before.drop_needless()
 
 
 def concatenate(original: Callable[..., Any], cls: Any, inputs: Sequence[Any], dim: int) -> Any:
