@@ -166,6 +166,11 @@ class TestAdditionsOfZero(AliasesTestCase):
         self.assertEqual([result], self.copies())
         self.assertEqual(node_stream(result), 1)
 
+    def test_result_made_from_a_result(self):
+        first = self.plus_zero(stream=1)
+        results = self.remove_no_ops(self.call(aten.add.Tensor, first, first.args[1], stream=2), first)
+        self.assertEqual([(n, node_stream(n)) for n in results], [*zip(self.copies(), (1, 2))][::-1])
+
     def test_value_that_another_stream_reads(self):
         y = self.call(aten.sin.default, self.plus_zero(stream=1), stream=2)
         self.remove_no_ops(y)
@@ -235,9 +240,8 @@ def sharing(*tensors):
 class TestSharing(TestCase):
     @parametrize("function", [*BUFFERS])
     def test_as_in_eager(self, function):
-        given, same = torch.arange(4.0), torch.arange(4.0)
-        expected = function(given)
-        made, (text,) = run_and_get_code(torch.compile(function, fullgraph=True), same)
+        expected = function(given := torch.arange(4.0))
+        made, (text,) = run_and_get_code(torch.compile(function, fullgraph=True), same := torch.arange(4.0))
         self.assertEqual((same, *made), (given, *expected))
         self.assertEqual(sharing(same, *made), sharing(given, *expected))
         self.assertEqual(text.count(" = empty_strided_cpu("), BUFFERS[function])
