@@ -62,6 +62,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     place_on,
     storage_node,
+    view_chain,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager
@@ -289,9 +290,9 @@ def _viewed_results(output: Node) -> set[Node]:
     """Return the views that the forward returns, and the views that those are views of."""
     found: set[Node] = set()
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
-        while isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node) and is_view(value):
-            found.add(value)
-            value = value.args[0]
+        if isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node):
+            *views, _ = view_chain(value)
+            found.update(views)
     return found
 
 

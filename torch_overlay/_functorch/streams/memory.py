@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -36,12 +36,13 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     storage_node,
     updates_in_place,
+    viewed,
     written_arguments,
 )
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
+    from collections.abc import Collection, Sequence
 
     from torch.fx import Graph, Node
 
@@ -169,11 +170,12 @@ _Noted = TypeVar("_Noted")
 
 _RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
+    _aten.select_scatter.default,
+    _aten.slice_scatter.default,
+    _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default,
 )
+_LEAVE_IN_STORAGE = (*_PUTS_BACK, _aten.copy.default)
 
 
 def _updates(node: Node) -> bool:
@@ -185,24 +187,6 @@ def _updates(node: Node) -> bool:
     if node.target in _PUTS_BACK:  # the user may call these, too, for a new tensor
         return getattr(written, "__name__", written) != node.target._opname  # type: ignore[union-attr]
     return updates_in_place(written)
-
-
-def memory_stream(node: Node) -> int | None:
-    """Return the registry index of the stream whose memory a node's value is in eager; None for the caller's memory."""
-    while node.op == "call_function":
-        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
-            return target if target >= 0 else None
-        written, updates = _mutated_argument(node), _updates(node)
-        if not (updates or written or node.target is operator.getitem or is_view(node)):
-            return node_stream(node)
-        if updates and not written and (storage := _dynamo_storage(node)) is not None:
-            _, stream = storage
-            return stream
-        base = written or _base(node)
-        if base is None:
-            return None if updates else node_stream(node)
-        node = base
-    return None
 
 
 def _mutated_argument(node: Node) -> Node | None:
@@ -221,7 +205,7 @@ def _call_and_indices(node: Node) -> tuple[Node, list[Any]]:
     """Return the operator that a value is a result of, and the indices that select the value from the results."""
     indices: list[Any] = []
     call: Any = node
-    while call.target is operator.getitem:
+    while call.target is operator.getitem and isinstance(call.args[0], torch.fx.Node):
         call, index = call.args
         indices.insert(0, index)
     return call, indices
@@ -260,64 +244,147 @@ def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
     return noted[0] if noted else None
 
 
-def _dynamo_storage(node: Node) -> Storage | None:
-    """Return what Dynamo noted of the storage that the node's value is in."""
-    return _of_result(node, fact_of(node).eager_storage)
+class Memory(NamedTuple):
+    """Whose memory a value is. An update in place makes new memory in a functional graph, and none in eager."""
+
+    node: Node  # allocates it: below views
+    first: Node  # allocates it in eager: below views and updates in place
+    streams: frozenset[int]  # of `first` and of the updates
+    stream: int | None  # whose memory it is in eager; None for the caller's
+    storage: Storage | None  # name of it, if it is updated in place
 
 
-def _storage(node: Node) -> Storage | None:
-    """Return the storage that the value is in if that storage is updated in place, else None."""
-    while (noted := _dynamo_storage(node)) is None and node.op == "call_function":
-        same = is_view(node) or node.target is operator.getitem
-        same |= node.target in (*_PUTS_BACK, torch.ops.aten.copy.default) and _updates(node)  # in an update of a list
-        base = _mutated_argument(node) or (_base(node) if same else None)
-        if base is None:
-            break
-        node = base
-    return noted
+class MemoryTable:
+    """Whose memory each value of a traced graph is, by one walk over the graph before its nodes are placed."""
 
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.output = graph, graph.output_node()
+        self.memory: dict[Node, Memory] = {}
+        for node in graph.nodes:
+            self.memory[node] = self._memory(node)
+        self.kept = results_made(self.output) | saved_in_eager(graph)
+        self.returned: dict[Storage | None, set[Node]] = {}  # in storages that are updated in place
+        for made in map(self.memory.__getitem__, self.output.all_input_nodes):
+            self.returned.setdefault(made.storage, set()).add(made.node)
 
-def _chain(node: Node, updates: bool) -> Iterator[Node]:
-    """Yield a value, and the nodes before it back to the one that made its memory: through views and, with `updates`,
-    through updates in place, too.
-    """
-    while True:
-        yield node
+    def _memory(self, node: Node) -> Memory:
+        noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
         if node.op != "call_function":
-            return
-        base = _mutated_argument(node) if updates else None
-        is_output = node.target is operator.getitem  # one of several: each a view, or memory of its own
-        same = is_view(node.args[0] if is_output else node) or (updates and not is_output and _updates(node))  # type: ignore[arg-type]
-        base = base or (_base(node) if same else None)
-        if base is None:
-            return
-        node = base
+            return Memory(node, node, frozenset((own,)), None, noted)
+        given, written, updates = viewed(node), _mutated_argument(node), _updates(node)
+        is_output = node.target is operator.getitem  # one of several: a view, a new value, or memory of its own
+        base = written or _base(node)
+        before = None if base is None else self.memory[base]
+        names = given is not None or written is not None
+        made = node if given is None else self.memory[given].node
+        first, streams, storage, stream = node, frozenset(() if is_view(node) else (own,)), noted, own
+        if before is not None:
+            if names or (updates and not is_output):
+                first, streams = before.first, streams | before.streams
+            # Of an update in several operations, only the last one is in the storage.
+            if noted is None and (names or is_output or (updates and node.target in _LEAVE_IN_STORAGE)):
+                storage = before.storage
+        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
+            stream = target if target >= 0 else None
+        elif updates and written is None and noted is not None:
+            _, stream = noted
+        elif before is not None and (names or updates or is_output):
+            stream = before.stream
+        elif updates:
+            stream = None
+        return Memory(made, first, streams, stream, storage)
+
+    def results(self, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
+        """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each
+        waits for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
+        (`record_stream`) before the last update. Results that are the caller's own memory are left out.
+
+        A variable that lives on after a graph break dies in code that doesn't know whose memory the variable got here.
+        If eager's memory is another stream's, then the variable's memory waits for all of the program's `streams` and
+        for the streams that the code only made current, as a `with` block around the break does: nothing else keeps
+        track of the streams that may read the memory after the break.
+        """
+        recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
+        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+            memory = self.memory[record.args[0]]
+            recorded.setdefault(memory.storage, []).append((memory.node, record.args[1]))
+        recorded.pop(None, None)
+        known = {*streams, *(info.index for info in frame.objects if info.kind == "stream")} if frame.goes_on else set()
+        found = []
+        for value, what in zip(pytree.tree_leaves(self.output.args[0]), self.output.meta.get("desc") or ()):
+            memory = self.memory.get(value)
+            if memory is None or memory.stream is None:
+                continue
+            if not isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput)):
+                continue
+            others = {s for node, s in recorded.get(memory.storage, ()) if node is not memory.node}
+            if frame.goes_on and {memory.stream} != memory.streams:
+                others.update(known)  # which stream's memory generated code takes for it is not known yet
+            found.append(ResultMemory(what.expr(), (memory.stream, *sorted(others - {memory.stream}))))
+        return tuple(found)
+
+    def record_inputs(self) -> None:
+        """Make `record_stream` of an input that was updated before name the input, not the value that is written back
+        to it.
+        """
+        written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
+        for copy in self.graph.find_nodes(op="call_function", target=_aten.copy_.default):
+            given, value, *_ = copy.args
+            if given.op == "placeholder":
+                written |= {self.memory[value].node: given, self.memory[value].storage: given}
+        written.pop(None, None)
+        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+            memory = self.memory[record.args[0]]
+            is_input = memory.first.op == "placeholder"
+            own = memory.first if is_input else written.get(memory.node) or written.get(memory.storage)
+            if own is not None:
+                record.args = (own, *record.args[1:])
+                record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
+
+    def foreign_reads(self, node: Node, goes_on: bool = False) -> tuple[ForeignRead, ...]:
+        """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it as a result or for
+        the backward, or has the value in other memory, or the memory lives on: as the result of this update, or of a
+        later one that the graph returns, as the tensor that was given as `out`, or in a variable after a graph break,
+        where the frame `goes_on`.
+        """
+        if is_view(node):  # a view launches nothing
+            return ()
+        targets, written = fact_of(node).eager_targets, written_arguments(node).values()
+        found = set()
+        for value in node.all_input_nodes:
+            # Functionalization makes a new value for each update, in memory of the stream that updates.
+            memory = self.memory[value]
+            stream = node_stream(memory.node)
+            if memory.node.op != "call_function" or stream == node_stream(node):
+                continue
+            lives_on = goes_on or stream in targets or value in written or self._is_updated(value, node)
+            lives_on |= memory.storage is not None and bool(self.returned.get(memory.storage, set()) - {memory.node})
+            if lives_on or memory.stream != stream:
+                found.add(ForeignRead(stream, "other"))
+            elif memory.node in self.kept:
+                found.add(ForeignRead(stream, "kept", memory.node.name))
+            else:
+                found.add(ForeignRead(stream, "freed"))
+        return tuple(sorted(found))
+
+    def _is_updated(self, value: Node, update: Node) -> bool:
+        """True if a node updates the memory that the value is in."""
+        if not _updates(update):
+            return False
+        if lists := _updated_lists(update):
+            return any(value in listed for listed in lists)
+        given, made = self.memory[value], self.memory[update]
+        storages = {*fact_of(update).eager_storage, made.storage} - {None}
+        # The storage isn't known for a result of an operator with several, as of an update of a list.
+        if storages and given.storage is not None:
+            return given.storage in storages
+        return given.first is made.first
 
 
-def _allocating_node(node: Node, updates: bool) -> Node:
-    """Return the node that made a value's memory, the last of `_chain`."""
-    *_, made = _chain(node, updates)
-    return made
-
-
-def _is_updated(value: Node, update: Node) -> bool:
-    """True if the update writes to the memory that the value is in."""
-    if lists := _updated_lists(update):
-        return any(value in listed for listed in lists)
-    storages, own = {*fact_of(update).eager_storage, _storage(update)} - {None}, _storage(value)
-    # `own` isn't known for a result of an operator with several, as of an update of a list.
-    if storages and own is not None:
-        return own in storages
-    return _allocating_node(value, updates=True) is _allocating_node(update, updates=True)
-
-
-def returned_storages(output: Node) -> dict[Storage, set[Node]]:
-    """Map each storage that is updated in place to the nodes that made the memory of the graph's results in it."""
-    found: dict[Storage, set[Node]] = {}
-    for value in output.all_input_nodes:
-        if (storage := _storage(value)) is not None:
-            found.setdefault(storage, set()).add(_allocating_node(value, updates=False))
-    return found
+def memory_writer(node: Node) -> Node:
+    """Return the operation that a value's memory comes from: below views, and below selections of an output."""
+    call, _ = _call_and_indices(storage_node(node))
+    return call
 
 
 def results_made(output: Node) -> set[Node]:
@@ -333,82 +400,4 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     return {storage_node(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
-def result_memory(output: Node, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
-    """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each waits
-    for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
-    (`record_stream`) before the last update. Results that are the caller's own memory are left out.
-
-    A variable that lives on after a graph break dies in code that doesn't know whose memory the variable got here. If
-    eager's memory is another stream's, then the variable's memory waits for all of the program's `streams` and for the
-    streams that the code only made current, as a `with` block around the break does: nothing else keeps track of the
-    streams that may read the memory after the break.
-    """
-    recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
-    for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
-        if (storage := _storage(record.args[0])) is not None:
-            recorded.setdefault(storage, []).append((_allocating_node(record.args[0], updates=False), record.args[1]))
-    known = {*streams, *(info.index for info in frame.objects if info.kind == "stream")} if frame.goes_on else set()
-    found = []
-    for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
-        is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
-        if is_result and (stream := memory_stream(value)) is not None:
-            made = _allocating_node(value, updates=False)
-            others = {s for m, s in recorded.get(_storage(value), ()) if m is not made}
-            if frame.goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
-                others.update(known)  # which stream's memory generated code takes for it is not known yet
-            found.append(ResultMemory(what.expr(), (stream, *sorted(others - {stream}))))
-    return tuple(found)
-
-
-def record_inputs(graph: Graph) -> None:
-    """Make `record_stream` of an input that was updated before name the input, not the value that is written back to
-    it.
-    """
-    written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
-    for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        given, value, *_ = copy.args
-        if given.op == "placeholder":
-            written[_allocating_node(value, updates=False)] = given
-            if (storage := _storage(value)) is not None:
-                written[storage] = given
-    for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
-        value = record.args[0]  # type: ignore[assignment]
-        made, first = _allocating_node(value, updates=False), _allocating_node(value, updates=True)
-        own = first if first.op == "placeholder" else written.get(made) or written.get(_storage(value))
-        if own is not None:
-            record.args = (own, *record.args[1:])
-            record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
-
-
-def foreign_reads(
-    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset(), goes_on: bool = False
-) -> tuple[ForeignRead, ...]:
-    """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it (`kept`: `results_made`,
-    `saved_in_eager`), or has the value in other memory, or the memory lives on: as the result of this update, or of a
-    later one that the graph returns (`returned`: `returned_storages`), as the tensor that was given as `out`, or in a
-    variable after a graph break, where the frame `goes_on`.
-    """
-    if is_view(node):  # a view launches nothing
-        return ()
-    targets = fact_of(node).eager_targets
-    found = set()
-    written = written_arguments(node).values()
-    for value in node.all_input_nodes:
-        # Functionalization makes a new value for each update, in memory of the stream that updates.
-        made = _allocating_node(value, updates=False)
-        stream = node_stream(made)
-        if made.op != "call_function" or stream == node_stream(node):
-            continue
-        lives_on = goes_on or stream in targets or value in written or _updates(node) and _is_updated(value, node)
-        if (storage := _storage(value)) is not None:
-            lives_on |= bool(returned.get(storage, set()) - {made})
-        lives_on |= memory_stream(value) != stream
-        own = storage_node(value)
-        if lives_on:
-            found.add(ForeignRead(stream, "other"))
-        else:
-            found.add(ForeignRead(stream, "kept", own.name) if own in kept else ForeignRead(stream, "freed"))
-    return tuple(sorted(found))
-
-
-__all__ = ["foreign_reads", "memory_stream", "result_memory", "results_made", "returned_storages", "saved_in_eager"]
+__all__ = ["MemoryTable", "memory_writer", "results_made", "saved_in_eager"]

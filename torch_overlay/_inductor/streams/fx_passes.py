@@ -34,6 +34,7 @@ from torch_overlay._functorch.streams.fx import (
     is_view,
     node_stream,
     place_on,
+    readers_of,
     storage_node,
 )
 from torch_overlay._functorch.streams.ids import is_copy_stream
@@ -492,19 +493,8 @@ def _shared(graph: Graph) -> Iterable[Node]:
         chains[node].append(node)
     for chain in {id(chain): chain for chain in chains.values()}.values():
         is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
-        if on_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
+        if on_streams and is_input or len({*map(node_stream, set(chain).union(*map(readers_of, chain)))}) > 1:
             yield from chain
-
-
-def _streams_of_readers(node: Node) -> set[int]:
-    """Return the streams on which a value is read, also through views."""
-    found: set[int] = set()
-    for user in node.users:
-        if is_view(user):
-            found |= _streams_of_readers(user)
-        elif user.op == "call_function" and not is_stream_op(user):
-            found.add(node_stream(user))
-    return found
 
 
 def observer_init(original: Callable[..., None], observer: GraphTransformObserver, *args: Any, **kwargs: Any) -> None:

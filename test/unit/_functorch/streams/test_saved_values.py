@@ -10,8 +10,8 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from torch_overlay._functorch.streams.facts import fact_of, note_fact, NOTHING
 from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.memory import memory_writer
 from torch_overlay._functorch.streams.saved_values import (
-    memory_writer,
     place_saved,
     read_unordered,
     record_saved_gradients,
