@@ -59,6 +59,7 @@ from torch_overlay._functorch.streams.fx import (
     is_stream_op,
     is_view,
     launches_kernels,
+    names_of,
     node_stream,
     place_on,
     storage_node,
@@ -298,12 +299,9 @@ def _viewed_results(output: Node) -> set[Node]:
 
 def keep_unsaved(inputs: Mapping[Node, Any]) -> None:
     """Mark inputs, and their views, as not to be saved: Note [Inputs that the forward writes to]."""
-    unsaved = [node for node, info in inputs.items() if info.mutates_data]
-    while unsaved:
-        node = unsaved.pop()
-        node.meta["aot_runtime_epilogue_input_mutation"] = True
-        unsaved += [user for user in node.users if is_view(user) and user.args[0] is node]
-        for user in filter(partitioners.must_recompute, node.users):
+    for name in (name for node, info in inputs.items() if info.mutates_data for name in names_of(node)):
+        name.meta["aot_runtime_epilogue_input_mutation"] = True
+        for user in filter(partitioners.must_recompute, name.users):
             user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

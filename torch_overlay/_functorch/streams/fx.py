@@ -11,7 +11,6 @@ from torch._functorch._aot_autograd.descriptors import AOTOutput, BackwardTokenA
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay.orders import reached
 
 
 if TYPE_CHECKING:
@@ -102,15 +101,22 @@ def storage_node(node: Node) -> Node:
     return made
 
 
-def users_of_memory(value: Node) -> set[Node]:
+def names_of(value: Node) -> list[Node]:
+    """Return a value and all views of it, each after its base."""
+    names = [value]
+    for name in names:
+        names += [user for user in name.users if viewed(user) is name]
+    return names
+
+
+def users_of_memory(value: Node) -> list[Node]:
     """Return the operations that have a value, or a view of it, as an operand, and the views."""
-    found = reached(value.users, lambda n: () if viewed(n) is None else n.users)
-    return {node for node in found if node.op == "call_function"}
+    return [user for name in names_of(value) for user in name.users if user.op == "call_function"]
 
 
-def readers_of(value: Node) -> set[Node]:
+def readers_of(value: Node) -> list[Node]:
     """Return the operations that compute with a value, or with a view of it."""
-    return {node for node in users_of_memory(value) if viewed(node) is None and not is_stream_op(node)}
+    return [user for user in users_of_memory(value) if viewed(user) is None and not is_stream_op(user)]
 
 
 def output_descriptions(output: Node) -> list[AOTOutput]:

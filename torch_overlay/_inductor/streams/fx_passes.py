@@ -36,6 +36,9 @@ from torch_overlay._functorch.streams.fx import (
     place_on,
     readers_of,
     storage_node,
+    users_of_memory,
+    view_chain,
+    viewed,
 )
 from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.memory import results_made
@@ -267,15 +270,9 @@ class NewNodes:
         """Return the placed operations that read a value, also through its views; only the views if there are no
         others.
         """
-        views: list[Node] = []
-        found: list[Node] = []
-        todo = list(node.users)
-        while todo:
-            user = todo.pop(0)
-            if _computes(user) and not is_stream_op(user) and self._known(user.meta.get("custom")) is not None:
-                (views if is_view(user) else found).append(user)
-                todo += user.users if is_view(user) else ()
-        return found or views
+        users = [user for user in users_of_memory(node) if _computes(user) and not is_stream_op(user)]
+        users = [user for user in users if self._known(user.meta.get("custom")) is not None]
+        return [user for user in users if viewed(user) is None] or users
 
 
 def _computes(node: Node) -> bool:
@@ -462,11 +459,9 @@ def _remove_writes_of_what_is_there(graph: Graph) -> None:
     """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
         base, part, views = node.args
-        shown: list[tuple[Any, ...]] = []
-        while part is not base and isinstance(part, torch.fx.Node) and is_view(part):
-            shown.insert(0, (part.target, part.args[1:], part.kwargs))
-            part = part.args[0]
-        if part is base and shown == [(view.target, tuple(view.args), view.kwargs) for view in views]:
+        chain = list(view_chain(part)) if isinstance(part, torch.fx.Node) else []
+        shown = [(n.target, n.args[1:], n.kwargs) for n in chain[: chain.index(base)]] if base in chain else None
+        if shown == [(view.target, tuple(view.args), view.kwargs) for view in reversed(views)]:
             node.replace_all_uses_with(base)
             graph.erase_node(node)
 
