@@ -24,7 +24,7 @@ from torch_overlay._functorch.offload.reader import (
     StepReader,
     tensor_of,
 )
-from torch_overlay._functorch.streams.fx import has_streams, node_stream, storage_node, viewed
+from torch_overlay._functorch.streams.fx import base_of, has_streams, node_stream, storage_node
 
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Pair:
                 return False
             if is_rng_op(current):  # it would draw other numbers
                 return False
-            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or viewed(current) is not None):
+            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or base_of(current) is not None):
                 return False
             if not all(map(visit, current.all_input_nodes)):
                 return False

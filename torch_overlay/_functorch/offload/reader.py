@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.offload.cost_model import Step
 from torch_overlay._functorch.offload.kernel_times import name_of
-from torch_overlay._functorch.streams.fx import readers_of, storage_node, viewed
+from torch_overlay._functorch.streams.fx import base_of, readers_of, storage_node
 
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class StepReader:
         self.inlined: dict[Node, frozenset[str]] = {}  # fused node -> what its readers read in its place
         self.steps: list[Step] = []
         for node in graph.nodes:
-            if node.op == "call_function" and viewed(node) is None:
+            if node.op == "call_function" and base_of(node) is None:
                 self.add(node)
 
     def reads(self, node: Node) -> frozenset[str]:

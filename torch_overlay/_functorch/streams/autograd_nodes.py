@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import first_readers, is_view, node_stream, view_chain
+from torch_overlay._functorch.streams.fx import base_of, first_readers, node_stream, view_chain
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
@@ -41,8 +41,9 @@ def note(graph: Graph, known: Mapping[int, int]) -> None:
     input's position). This runs before placement, which replaces the stream on which the program made a view by the one
     on which the view's memory is filled.
     """
-    for node in filter(is_view, graph.nodes):
-        node.meta[_MADE_ON] = node_stream(node)
+    for node in graph.nodes:
+        if base_of(node) is not None:
+            node.meta[_MADE_ON] = node_stream(node)
     for value in graph.find_nodes(op="placeholder"):
         what = value.meta.get("desc")
         if isinstance(what, PlainAOTInput) and what.idx in known:

@@ -55,6 +55,7 @@ from torch_overlay._functorch.streams.facts import (
 )
 from torch_overlay._functorch.streams.fx import (
     BACKWARD,
+    base_of,
     is_backward,
     is_stream_op,
     is_view,
@@ -135,7 +136,7 @@ def place_computed_early(graph: Graph) -> None:
     promised: dict[int, set[Token]] = {}
     joined: dict[int, bool] = {}
     waited: dict[int, set[Token]] = {}
-    computed = [n for n in graph.nodes if n.op == "call_function" and not is_view(n) and not is_stream_op(n)]
+    computed = [n for n in graph.nodes if n.op == "call_function" and base_of(n) is None and not is_stream_op(n)]
     for node in computed:
         if not is_backward(node):
             fact, stream = fact_of(node), node_stream(node)

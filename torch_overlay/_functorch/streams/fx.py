@@ -77,7 +77,7 @@ def is_view_operator(target: Any) -> bool:
     )
 
 
-def viewed(node: Node) -> Node | None:
+def base_of(node: Node) -> Node | None:
     """Return the value whose memory a node only names; None for a node that has memory of its own. A view with several
     outputs names its base's memory, and so does each output.
     """
@@ -92,7 +92,7 @@ def view_chain(node: Node) -> Iterator[Node]:
     value: Node | None = node
     while value is not None:
         yield value
-        value = viewed(value)
+        value = base_of(value)
 
 
 def storage_node(node: Node) -> Node:
@@ -105,7 +105,7 @@ def names_of(value: Node) -> list[Node]:
     """Return a value and all views of it, each after its base."""
     names = [value]
     for name in names:
-        names += [user for user in name.users if viewed(user) is name]
+        names += [user for user in name.users if base_of(user) is name]
     return names
 
 
@@ -116,7 +116,7 @@ def users_of_memory(value: Node) -> list[Node]:
 
 def readers_of(value: Node) -> list[Node]:
     """Return the operations that compute with a value, or with a view of it."""
-    return [user for user in users_of_memory(value) if viewed(user) is None and not is_stream_op(user)]
+    return [user for user in users_of_memory(value) if base_of(user) is None and not is_stream_op(user)]
 
 
 def output_descriptions(output: Node) -> list[AOTOutput]:

@@ -31,12 +31,12 @@ from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     is_backward,
     is_view,
     node_stream,
     storage_node,
     updates_in_place,
-    viewed,
     written_arguments,
 )
 
@@ -271,7 +271,7 @@ class MemoryTable:
         noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
         if node.op != "call_function":
             return Memory(node, node, frozenset((own,)), None, noted)
-        given, written, updates = viewed(node), _mutated_argument(node), _updates(node)
+        given, written, updates = base_of(node), _mutated_argument(node), _updates(node)
         is_output = node.target is operator.getitem  # one of several: a view, a new value, or memory of its own
         base = written or _base(node)
         before = None if base is None else self.memory[base]
@@ -347,7 +347,7 @@ class MemoryTable:
         later one that the graph returns, as the tensor that was given as `out`, or in a variable after a graph break,
         where the frame `goes_on`.
         """
-        if is_view(node):  # a view launches nothing
+        if base_of(node) is not None:  # a view launches nothing
             return ()
         targets, written = fact_of(node).eager_targets, written_arguments(node).values()
         found = set()

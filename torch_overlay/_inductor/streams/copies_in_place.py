@@ -37,12 +37,12 @@ from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay._functorch.streams.facts import fact_of, merged, replace_fact
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     blocks_host,
     constants,
     has_streams,
     is_asynchronous_copy,
     is_synchronization,
-    is_view,
     is_view_operator,
     names_of,
     node_stream,
@@ -50,7 +50,6 @@ from torch_overlay._functorch.streams.fx import (
     updated_operands,
     updates_operands,
     view_chain,
-    viewed,
 )
 from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.streams import host_copies
@@ -261,7 +260,7 @@ class _Rewriter:
             while self.is_update(base := copy.args[0]):
                 copy.args = (base.args[0], *copy.args[1:])
         for node in reversed(list(self.graph.nodes)):
-            if not node.users and (self.is_update(node) or (node.op == "call_function" and is_view(node))):
+            if not node.users and (self.is_update(node) or base_of(node) is not None):
                 self.graph.erase_node(node)
 
     def into_new_memory(self, copy: Node) -> None:
@@ -314,7 +313,7 @@ class _Rewriter:
 
     def users(self, memory: Node) -> Iterator[tuple[Node, Node]]:
         """Yield the operations that use memory or a view of it, each with the node that it has as an argument."""
-        yield from ((name, user) for name in names_of(memory) for user in list(name.users) if viewed(user) is not name)
+        yield from ((name, user) for name in names_of(memory) for user in list(name.users) if base_of(user) is not name)
 
     def is_read_later(self, base: Node, node: Node, place: Node) -> bool:
         root, part = storage_node(base), base.meta["val"]
@@ -471,7 +470,7 @@ def _is_returned_only(value: Node, write: Node) -> bool:
     """True if apart from `write` only the caller gets the value, or views of it."""
     users = {user for name in names_of(value) for user in name.users} - {write}
     same = not users or geometry(value.meta["val"]) == geometry(write.args[0].meta["val"])  # type: ignore[union-attr]
-    return same and all(user.op == "output" or viewed(user) is not None for user in users)
+    return same and all(user.op == "output" or base_of(user) is not None for user in users)
 
 
 def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node]]:
@@ -506,7 +505,7 @@ def _applied(view: Any, base: torch.Tensor, node: Node, first: int) -> torch.Ten
 def inputs_in_parts(graph: Graph) -> set[str]:
     """Return the names of inputs of which a part is written in place."""
     writes = graph.find_nodes(op="call_function", target=COPY_ASYNC)
-    writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if is_view(n.args[0])]
+    writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if base_of(n.args[0]) is not None]
     return {str(memory.target) for write in writes if (memory := storage_node(write.args[0])).op == "placeholder"}
 
 

@@ -28,17 +28,16 @@ from torch_overlay._functorch.streams.facts import (
     union_of_facts,
 )
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     blocks_host,
     has_streams,
     is_stream_op,
-    is_view,
     node_stream,
     place_on,
     readers_of,
     storage_node,
     users_of_memory,
     view_chain,
-    viewed,
 )
 from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.memory import results_made
@@ -272,7 +271,7 @@ class NewNodes:
         """
         users = [user for user in users_of_memory(node) if _computes(user) and not is_stream_op(user)]
         users = [user for user in users if self._known(user.meta.get("custom")) is not None]
-        return [user for user in users if viewed(user) is None] or users
+        return [user for user in users if base_of(user) is None] or users
 
 
 def _computes(node: Node) -> bool:
@@ -317,7 +316,7 @@ def begin_pass(gm: GraphModule) -> PassLog | None:
     return PassLog(
         gm,
         {
-            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), is_view(n))
+            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), base_of(n) is not None)
             for n in gm.graph.nodes
         },
     )
@@ -429,7 +428,7 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
             taken = viewed_ones or {v for v in new if v in given or v.meta.get(COPY_OF, gone.name) != gone.name}
             if taken and user not in seen:
                 yield user, taken
-                todo += [(reader, taken) for reader in user.users if is_view(user)]
+                todo += [(reader, taken) for reader in user.users if base_of(user) is not None]
             elif not taken:
                 continue
         seen.add(user)
