@@ -16,7 +16,7 @@ This memory must not be freed while a stream reads it. So each node of a traced 
 streams whose memory it reads in eager, apart from its own stream's, and what eager does with that memory. The planner's
 reader (`streams.reader`) settles at the exit all other reads, and those of a kernel that reads the same stream's memory
 in both ways. The caller frees the graph's results, and relies on the stream whose memory each result is in eager: where
-generated code allocates a result on another stream, it records eager's stream for the block (`result_memory`).
+generated code allocates a result on another stream, it records eager's stream for the block (`results`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultM
 from torch_overlay._functorch.streams.fx import (
     base_of,
     is_backward,
-    is_view,
     node_stream,
     storage_node,
     updates_in_place,
@@ -64,10 +63,10 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
     too few. See Note [Elements that an update left alone].
     """
+    viewed, target = base_of(node), node.target
     if box is None and (box := _whole(node)) is None:
-        return {node}
+        return {node} if viewed is None else writers_of_elements(viewed)
     args: Any = node.args
-    target = node.target
     if target in (_aten.slice_scatter.default, _aten.select_scatter.default):
         base, update = args[0], args[1]
         if (found := _selected(node, base, 2)) is None:
@@ -90,10 +89,9 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
         order = _order(node, len(box))
         return writers_of_elements(args[0], tuple(box[order.index(d)] for d in range(len(box))))
-    if is_view(node) and isinstance(args[0], torch.fx.Node):
-        return writers_of_elements(
-            args[0], _box_before_split(node, args[0], box) if target is _aten.view.default else None
-        )
+    if viewed is not None:
+        given = _box_before_split(node, viewed, box) if target is _aten.view.default else None
+        return writers_of_elements(viewed, given)
     return {node}
 
 
@@ -277,7 +275,7 @@ class MemoryTable:
         before = None if base is None else self.memory[base]
         names = given is not None or written is not None
         made = node if given is None else self.memory[given].node
-        first, streams, storage, stream = node, frozenset(() if is_view(node) else (own,)), noted, own
+        first, streams, storage, stream = node, frozenset(() if given is not None else (own,)), noted, own
         if before is not None:
             if names or (updates and not is_output):
                 first, streams = before.first, streams | before.streams
