@@ -41,7 +41,7 @@ from torch_overlay._functorch.streams.fx import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from torch.fx import Graph, Node
 
@@ -187,18 +187,6 @@ def _updates(node: Node) -> bool:
     return updates_in_place(written)
 
 
-def _mutated_argument(node: Node) -> Node | None:
-    """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
-    results; None if the node is no new value of an argument.
-    """
-    call, indices = _call_and_indices(node)
-    if lists := _updated_lists(call):
-        which = indices[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
-        return lists[which[0]][indices[-1]] if indices and which else None
-    written = written_arguments(call)
-    return written.get(indices[0]) if written and len(indices) == 1 else None
-
-
 def _call_and_indices(node: Node) -> tuple[Node, list[Any]]:
     """Return the operator that a value is a result of, and the indices that select the value from the results."""
     indices: list[Any] = []
@@ -209,15 +197,19 @@ def _call_and_indices(node: Node) -> tuple[Node, list[Any]]:
     return call, indices
 
 
-def _updated_lists(node: Node) -> list[Sequence[Node]]:
-    """Return the lists that an update of lists of tensors writes to, as `torch._fused_adam_` does: it has a result for
-    each list. The list is empty if Dynamo noted the storages (`eager_storage`), which is more reliable: the node that
-    stands for `torch._foreach_lerp_` may have the other end first.
+def _new_values(call: Node) -> dict[tuple[Any, ...], Node]:
+    """Return the values that one call updates, each by the indices of its new value among the call's results: by an
+    operator or a kernel of the user, and by an update of lists of tensors, as `torch._fused_adam_` is, which has a
+    result for each list. None are returned for lists if Dynamo noted the storages (`eager_storage`), which is more
+    reliable: the node that stands for `torch._foreach_lerp_` may have the other end first.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node) or fact_of(node).eager_storage:
-        return []
-    given: Any = node.args[: len(node.target._schema.returns)]
-    return list(given) if all(isinstance(a, (list, tuple)) for a in given) else []
+    found = {(index,): value for index, value in written_arguments(call).items()}
+    if not isinstance(call.target, torch._ops.OpOverload) or not _updates(call) or fact_of(call).eager_storage:
+        return found
+    lists: Any = call.args[: len(call.target._schema.returns)]
+    if not all(isinstance(listed, (list, tuple)) for listed in lists):
+        return found
+    return {(k, i)[len(lists) == 1 :]: value for k, listed in enumerate(lists) for i, value in enumerate(listed)}
 
 
 def _base(node: Node) -> Node | None:
@@ -269,7 +261,8 @@ class MemoryTable:
         noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
         if node.op != "call_function":
             return Memory(node, node, frozenset((own,)), None, noted)
-        given, written, updates = base_of(node), _mutated_argument(node), _updates(node)
+        given, updates, (call, indices) = base_of(node), _updates(node), _call_and_indices(node)
+        written = new.get(tuple(indices)) if (new := _new_values(call)) else None  # other indices may be slices
         is_output = node.target is operator.getitem  # one of several: a view, a new value, or memory of its own
         base = written or _base(node)
         before = None if base is None else self.memory[base]
@@ -347,7 +340,9 @@ class MemoryTable:
         """
         if base_of(node) is not None:  # a view launches nothing
             return ()
-        targets, written = fact_of(node).eager_targets, written_arguments(node).values()
+        targets, written = fact_of(node).eager_targets, _new_values(node).values()
+        # What an update of lists updates is known. A kernel of the user may update what has the same storage.
+        updates = _updates(node) and not (written and isinstance(node.target, torch._ops.OpOverload))
         found = set()
         for value in node.all_input_nodes:
             # Functionalization makes a new value for each update, in memory of the stream that updates.
@@ -355,7 +350,7 @@ class MemoryTable:
             stream = node_stream(memory.node)
             if memory.node.op != "call_function" or stream == node_stream(node):
                 continue
-            lives_on = goes_on or stream in targets or value in written or self._is_updated(value, node)
+            lives_on = goes_on or stream in targets or value in written or (updates and self._is_updated(value, node))
             lives_on |= memory.storage is not None and bool(self.returned.get(memory.storage, set()) - {memory.node})
             if lives_on or memory.stream != stream:
                 found.add(ForeignRead(stream, "other"))
@@ -366,11 +361,7 @@ class MemoryTable:
         return tuple(sorted(found))
 
     def _is_updated(self, value: Node, update: Node) -> bool:
-        """True if a node updates the memory that the value is in."""
-        if not _updates(update):
-            return False
-        if lists := _updated_lists(update):
-            return any(value in listed for listed in lists)
+        """True if an update in place is one of the memory that the value is in."""
         given, made = self.memory[value], self.memory[update]
         storages = {*fact_of(update).eager_storage, made.storage} - {None}
         # The storage isn't known for a result of an operator with several, as of an update of a list.
