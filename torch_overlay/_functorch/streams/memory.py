@@ -258,6 +258,9 @@ class MemoryTable:
             self.returned.setdefault(made.storage, set()).add(made.node)
 
     def _memory(self, node: Node) -> Memory:
+        """Return the memory of a node's value, by that of the value before it: the base of a view, what an update in
+        place updates, or the operator that an output is selected from.
+        """
         noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
         if node.op != "call_function":
             return Memory(node, node, frozenset((own,)), None, noted)
