@@ -67,7 +67,7 @@ from torch_overlay._functorch.streams.fx import (
     view_chain,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.memory import saved_in_eager
+from torch_overlay._functorch.streams.memory import saved_in_eager, SELECT, selected, UPDATE_SELECTED
 from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.orders import reached
@@ -233,9 +233,9 @@ def read_past_updates(graph: Graph) -> None:
     for clone in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         view: Any = clone.args[0]
         # The layout of a contiguous copy does not depend on that of the value.
-        if clone.kwargs.get("memory_format") is not torch.contiguous_format or view.target not in _ROW_VIEWS:
+        if clone.kwargs.get("memory_format") is not torch.contiguous_format or view.target not in SELECT:
             continue
-        rows = _rows(view) if is_backward(clone) else None
+        rows = selected(view) if is_backward(clone) else None
         if rows is None or (value := _before_updates(view.args[0], rows)) is view.args[0]:
             continue
         with graph.inserting_before(clone):
@@ -252,36 +252,15 @@ def _before_updates(value: Node, rows: tuple[int, range]) -> Node:
     """Return the earliest value that has the same elements in these rows of a dimension."""
     dim, wanted = rows
     while True:
-        given: Any = value.args[0] if value.target in _ROW_UPDATES else None
+        given: Any = value.args[0] if value.target in UPDATE_SELECTED else None
         if value.target is torch.ops.aten.copy.default:
             given = value.args[1]
-            old, new = given.meta["val"], value.meta["val"]
+            old, new = given.meta["val"], value.meta["val"]  # type: ignore[union-attr]
             if (old.dtype, old.device, old.shape) != (new.dtype, new.device, new.shape):
                 return value
-        elif given is None or (at := _rows(value)) is None or at[0] != dim or not _are_apart(at[1], wanted):
+        elif given is None or (at := selected(value)) is None or at[0] != dim or not _are_apart(at[1], wanted):
             return value
         value = given
-
-
-_ROW_VIEWS = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor)
-_ROW_UPDATES = (torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default)
-
-
-def _rows(node: Node) -> tuple[int, range] | None:
-    """Return the dimension, and the rows in it, of a view or an update of some rows; None for anything else, and if the
-    rows are not known."""
-    if node.target not in (*_ROW_VIEWS, *_ROW_UPDATES):
-        return None
-    base: Any = node.args[0]
-    dim, *at = node.args[1 + (node.target in _ROW_UPDATES) :] or (0,)
-    shape = base.meta["val"].shape
-    if node.kwargs or not all(type(n) in (int, type(None)) for n in (dim, *at)):
-        return None
-    if type(size := shape[dim]) is not int:
-        return None
-    if node.target in (torch.ops.aten.select.int, torch.ops.aten.select_scatter.default):
-        return dim, range(at[0] % size, at[0] % size + 1)
-    return dim, range(size)[slice(*at)] if len(at) > 1 else range(size)[slice(at[0] if at else None, None)]
 
 
 def _are_apart(rows: range, others: range) -> bool:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 
 _aten = torch.ops.aten
+SELECT = (_aten.slice.Tensor, _aten.select.int)
+UPDATE_SELECTED = (_aten.slice_scatter.default, _aten.select_scatter.default)
 Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along each dimension
 
 
@@ -67,9 +69,9 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     if box is None and (box := _whole(node)) is None:
         return {node} if viewed is None else writers_of_elements(viewed)
     args: Any = node.args
-    if target in (_aten.slice_scatter.default, _aten.select_scatter.default):
+    if target in UPDATE_SELECTED:
         base, update = args[0], args[1]
-        if (found := _selected(node, base, 2)) is None:
+        if (found := selected(node)) is None:
             return writers_of_elements(base) | writers_of_elements(update)
         dim, taken = found
         if not _meet(box[dim], taken):
@@ -77,8 +79,8 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
         inside = (range(len(taken)),) if target is _aten.slice_scatter.default else ()
         made = writers_of_elements(update, (*box[:dim], *inside, *box[dim + 1 :]))
         return made if _contains(taken, box[dim]) else made | writers_of_elements(base, box)
-    if target in (_aten.slice.Tensor, _aten.select.int):
-        if (found := _selected(node, args[0], 1)) is None:
+    if target in SELECT:
+        if (found := selected(node)) is None:
             return writers_of_elements(args[0])
         dim, taken = found
         kept = 1 if target is _aten.slice.Tensor else 0
@@ -102,22 +104,21 @@ def _whole(node: Node) -> Box | None:
     return tuple(map(range, value.shape))
 
 
-def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
-    """Return the dimension of the base along which a node selects, by the node's arguments from the index `first` on,
-    and the selected indices; None if that isn't known.
+def selected(node: Node) -> tuple[int, range] | None:
+    """Return the dimension of its base along which a node selects or updates indices, and the indices; None for any
+    other node, and if they aren't known.
     """
-    if (whole := _whole(base)) is None or not whole or node.kwargs:
+    if node.target not in (*SELECT, *UPDATE_SELECTED) or node.kwargs:
         return None
-    arguments: Any = (*node.args[first:], *(0,) * (len(node.args) == first))
-    dim, *where = arguments
-    if not isinstance(dim, int) or not all(n is None or isinstance(n, int) for n in where):
+    arguments: Any = node.args if node.target in SELECT else (node.args[0], *node.args[2:])
+    base, dim, *where = arguments if len(arguments) > 1 else (*arguments, 0)
+    shape = base.meta["val"].shape
+    if not all(n is None or isinstance(n, int) for n in (dim, *where)) or not isinstance(shape[dim], int):
         return None
-    size = whole[dim]
     if node.target in (_aten.select.int, _aten.select_scatter.default):
-        (index,) = where
-        return dim % len(whole), size[index : index + 1 or None]
+        where = [where[0], where[0] + 1 or None]
     start, stop, step = (*where, *(None,) * (3 - len(where)))
-    return dim % len(whole), size[slice(start, stop, step)]
+    return dim % len(shape), range(shape[dim])[slice(start, stop, step)]
 
 
 def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
@@ -168,8 +169,7 @@ _Noted = TypeVar("_Noted")
 
 _RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
-    _aten.select_scatter.default,
-    _aten.slice_scatter.default,
+    *UPDATE_SELECTED,
     _aten.diagonal_scatter.default,
     _aten.as_strided_scatter.default,
 )
