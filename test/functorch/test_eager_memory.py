@@ -14,7 +14,7 @@ from stream_programs import _ops  # noqa: F401  (registers the operators)
 from stream_programs._program import fork, join
 from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
 from torch_overlay._functorch.streams.fx import place_on
-from torch_overlay._functorch.streams.memory import foreign_reads, memory_stream, record_inputs, result_memory
+from torch_overlay._functorch.streams.memory import MemoryTable
 from torch_overlay.analysis import check
 from torch_overlay.frame_facts import FrameFacts
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -38,65 +38,77 @@ class TestMemory(TestCase):
             node.meta["source_fn_stack"] = [("call", written)]
         return node
 
+    def table(self, *results: Node) -> MemoryTable:
+        output = self.graph.output(results)
+        found = MemoryTable(self.graph)
+        self.graph.erase_node(output)
+        return found
+
+    def stream(self, node: Node) -> int | None:
+        return self.table().memory[node].stream
+
+    def reads(self, node: Node) -> tuple[ForeignRead, ...]:
+        return self.table().foreign_reads(node)
+
     def test_of_operations(self) -> None:
         made = self.node(aten.mm.default, self.x, self.x, stream=1)
-        self.assertEqual(memory_stream(made), 1)
-        self.assertEqual(memory_stream(self.node(aten.permute.default, made, [1, 0], stream=2)), 1)
-        self.assertIsNone(memory_stream(self.node(aten.permute.default, self.x, [1, 0], stream=2)))
+        self.assertEqual(self.stream(made), 1)
+        self.assertEqual(self.stream(self.node(aten.permute.default, made, [1, 0], stream=2)), 1)
+        self.assertIsNone(self.stream(self.node(aten.permute.default, self.x, [1, 0], stream=2)))
 
     def test_of_updates_in_place(self) -> None:
         made = self.node(aten.mm.default, self.x, self.x)
         for written in ("add_", operator.iadd, torch.relu_):
             updated = self.node(aten.add.Tensor, made, 1, stream=1, written=written)
-            self.assertEqual(memory_stream(updated), 0, str(written))
-        self.assertIsNone(memory_stream(self.node(aten.add.Tensor, self.x, 1, stream=1, written="add_")))
+            self.assertEqual(self.stream(updated), 0, str(written))
+        self.assertIsNone(self.stream(self.node(aten.add.Tensor, self.x, 1, stream=1, written="add_")))
         for written in ("add", "__add__", torch.relu, operator.add):
-            self.assertEqual(memory_stream(self.node(aten.add.Tensor, made, 1, stream=1, written=written)), 1)
+            self.assertEqual(self.stream(self.node(aten.add.Tensor, made, 1, stream=1, written=written)), 1)
 
     def test_of_updates_of_a_part(self) -> None:
         made = self.node(aten.mm.default, self.x, self.x)
         part = self.node(aten.add.Tensor, made, 1, stream=1)
-        self.assertEqual(memory_stream(self.node(aten.select_scatter.default, made, part, 0, 0, stream=1)), 0)
+        self.assertEqual(self.stream(self.node(aten.select_scatter.default, made, part, 0, 0, stream=1)), 0)
 
     def test_of_updates_behind_a_mask(self) -> None:
         made = self.node(aten.mm.default, self.x, self.x)
         mask = self.node(aten.gt.Scalar, self.x, 0, stream=1)
         known = {"stream": 1, "written": "masked_fill_"}
-        self.assertEqual(memory_stream(self.node(aten.where.self, mask, self.x, made, **known)), 0)
-        self.assertIsNone(memory_stream(self.node(aten.where.self, mask, made, self.x, **known)))
+        self.assertEqual(self.stream(self.node(aten.where.self, mask, self.x, made, **known)), 0)
+        self.assertIsNone(self.stream(self.node(aten.where.self, mask, made, self.x, **known)))
         storage = (("mm", 2),)
         updated = self.node(aten.where.self, mask, self.x, made, eager_storage=storage, **known)
-        self.assertEqual(memory_stream(updated), 2)
+        self.assertEqual(self.stream(updated), 2)
 
     def test_of_updates_that_become_several_operations(self) -> None:
         made = self.node(aten.mm.default, self.x, self.x, eager_storage=(("mm", 0),))
         known = {"stream": 1, "written": "lerp_", "eager_storage": (("mm", 0),)}
         difference = self.node(aten.sub.Tensor, self.node(aten.mm.default, self.x, self.x, stream=1), made, **known)
         updated = self.node(aten.add.Tensor, self.node(aten.mul.Tensor, difference, 2, **known), made, **known)
-        self.assertEqual(memory_stream(updated), 0)
-        self.assertEqual(foreign_reads(updated, {}), (ForeignRead(0, "other"),))
+        self.assertEqual(self.stream(updated), 0)
+        self.assertEqual(self.reads(updated), (ForeignRead(0, "other"),))
 
     def test_of_updates_of_lists(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (0, 2))
         updated = self.node(aten._foreach_add.Scalar, [made, other, self.x], 1, stream=1, written="_foreach_add_")
         parts = [self.node(operator.getitem, updated, i, stream=1, written="_foreach_add_") for i in range(3)]
-        self.assertEqual([memory_stream(part) for part in parts], [0, 2, None])
-        self.assertEqual(foreign_reads(updated, {}), (ForeignRead(0, "other"), ForeignRead(2, "other")))
+        self.assertEqual([self.stream(part) for part in parts], [0, 2, None])
+        self.assertEqual(self.reads(updated), (ForeignRead(0, "other"), ForeignRead(2, "other")))
         made = self.node(aten._foreach_add.Scalar, [made, other], 1, stream=1, written="_foreach_add")
         part = self.node(operator.getitem, made, 0, stream=1)
-        self.assertEqual(memory_stream(part), 1)
+        self.assertEqual(self.stream(part), 1)
         mask = self.node(aten.gt.Scalar, part, 0)
         known = {"written": "masked_fill_", "eager_storage": (("getitem", 1),)}
         self.assertEqual(
-            foreign_reads(self.node(aten.where.self, mask, self.x, part, **known), {}), (ForeignRead(1, "other"),)
+            self.reads(self.node(aten.where.self, mask, self.x, part, **known)), (ForeignRead(1, "other"),)
         )
         lists = [self.x], [other], [other], [self.x], [other]
         updated = self.node(aten._fused_adam.default, *lists, [self.x], stream=1, written=torch._fused_adam_)
         for k, stream in ((0, None), (1, 2), (4, 2)):
             results = self.node(operator.getitem, updated, k, stream=1, written=torch._fused_adam_)
-            self.assertIsNone(memory_stream(results))
+            self.assertIsNone(self.stream(results))
             part = self.node(operator.getitem, results, 0, stream=1, written=torch._fused_adam_)
-            self.assertEqual(memory_stream(part), stream)
+            self.assertEqual(self.stream(part), stream)
 
     def test_of_lists_whose_storages_are_known(self) -> None:
         """The list that is read first need not be the one that is updated."""
@@ -105,14 +117,14 @@ class TestMemory(TestCase):
         known = {"stream": 1, "written": torch._foreach_lerp_, "eager_storage": (("mm", 0), ("mm_1", 2))}
         updated = self.node(aten._foreach_add.List, [self.x, self.x], [made, other], **known)
         parts = [self.node(operator.getitem, updated, i, **known) for i in range(2)]
-        self.assertEqual([memory_stream(part) for part in parts], [0, 2])
-        self.assertEqual(foreign_reads(updated, {}), (ForeignRead(0, "other"), ForeignRead(2, "other")))
+        self.assertEqual([self.stream(part) for part in parts], [0, 2])
+        self.assertEqual(self.reads(updated), (ForeignRead(0, "other"), ForeignRead(2, "other")))
 
     def test_of_scatters_that_the_user_calls(self) -> None:
         for written in ("slice_scatter", torch.slice_scatter):
             made = self.node(aten.slice_scatter.default, self.x, self.x, stream=1, written=written)
-            self.assertEqual(memory_stream(made), 1)
-        self.assertIsNone(memory_stream(self.node(aten.slice_scatter.default, self.x, self.x, written="add_")))
+            self.assertEqual(self.stream(made), 1)
+        self.assertIsNone(self.stream(self.node(aten.slice_scatter.default, self.x, self.x, written="add_")))
 
     def call(self, target: Any, /, *args: Any, stream: int, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -131,43 +143,45 @@ class TestMemory(TestCase):
             (self.call(higher.auto_functionalized, add_to, stream=1, target=made, x=read), 1),
         ):
             updated = self.node(operator.getitem, call, index, stream=1)
-            self.assertEqual(memory_stream(updated), 0)
-            self.assertEqual(foreign_reads(call, {}), (ForeignRead(0, "other"), ForeignRead(2, "freed")))
+            self.assertEqual(self.stream(updated), 0)
+            self.assertEqual(self.reads(call), (ForeignRead(0, "other"), ForeignRead(2, "freed")))
             again = self.node(operator.getitem, self.node(aten.mul.Tensor, updated, 2, stream=1), 0, stream=1)
-            self.assertEqual(memory_stream(again), 1)
+            self.assertEqual(self.stream(again), 1)
 
     def test_of_targets(self) -> None:
-        self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(2,))), 2)
-        self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(-1,))))
+        self.assertEqual(self.stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(2,))), 2)
+        self.assertIsNone(self.stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(-1,))))
         made = self.node(aten.max.dim, self.x, 1, stream=1, eager_targets=(2, -1))
         results = [self.node(operator.getitem, made, i, stream=1, eager_targets=(2, -1)) for i in range(2)]
-        self.assertEqual([memory_stream(r) for r in results], [2, None])
+        self.assertEqual([self.stream(r) for r in results], [2, None])
 
     def test_foreign_reads(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (1, 2))
+        self.assertEqual(self.reads(self.node(aten.add.Tensor, made, other, stream=1)), (ForeignRead(2, "freed"),))
         self.assertEqual(
-            foreign_reads(self.node(aten.add.Tensor, made, other, stream=1), {}), (ForeignRead(2, "freed"),)
-        )
-        self.assertEqual(
-            foreign_reads(self.node(aten.add.Tensor, made, other), {}),
+            self.reads(self.node(aten.add.Tensor, made, other)),
             (ForeignRead(1, "freed"), ForeignRead(2, "freed")),
         )
-        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1), {}), ())
+        self.assertEqual(self.reads(self.node(aten.add.Tensor, self.x, self.x, stream=1)), ())
 
     def test_of_results_that_were_updated(self) -> None:
         """Their readers know the memory that the graph returns, but not what an update has made of it."""
         made = self.node(aten.mm.default, self.x, self.x, stream=1, eager_storage=(("mm", 1),))
         read = self.node(aten.mul.Tensor, made, 2)
-        for makers, life in (({made}, "freed"), ({made, read}, "other")):
-            self.assertEqual(foreign_reads(read, {("mm", 1): makers}), (ForeignRead(1, life),))
+        updated = self.node(aten.add.Tensor, made, 1, stream=1, written="add_", eager_storage=(("mm", 1),))
+        for results, known in (
+            ((), ForeignRead(1, "freed")),
+            ((made,), ForeignRead(1, "kept", made.name)),
+            ((made, updated), ForeignRead(1, "other")),
+        ):
+            self.assertEqual(self.table(*results).foreign_reads(read), (known,))
 
     def record(self, value: Node, stream: int) -> Node:
         return self.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
 
     def streams_of(self, result: Node, goes_on: bool = False) -> list[tuple[int, ...]]:
-        output = self.graph.output((result,))
-        output.meta["desc"] = [PlainAOTOutput(0)]
-        return [found.streams for found in result_memory(output, (1, 2), FrameFacts(goes_on=goes_on))]
+        self.graph.output((result,)).meta["desc"] = [PlainAOTOutput(0)]
+        return [found.streams for found in MemoryTable(self.graph).results((1, 2), FrameFacts(goes_on=goes_on))]
 
     def test_of_results_that_were_recorded(self) -> None:
         """What was recorded for the memory before the last update holds for the memory after it."""
@@ -196,7 +210,7 @@ class TestMemory(TestCase):
             self.graph.call_function(aten.copy_.default, (self.x, written))
         other = self.node(aten.mul.Tensor, self.x, 5, stream=1)
         recorded.append(self.record(other, 1))
-        record_inputs(self.graph)
+        self.table().record_inputs()
         self.assertEqual([record.args[0] for record in recorded], [self.x, self.x, self.x, other])
 
 

@@ -1,5 +1,6 @@
 """Which values the elements of a view come from, against labels that are sent through the same operations."""
 
+import operator
 import sys
 
 import torch
@@ -51,7 +52,7 @@ def programs(draw):
     node = values.compute(draw(st.integers(1, 7)), draw(st.integers(1, 7)))
     for _ in range(draw(st.integers(1, 5))):
         shape = node.meta["val"].shape
-        kind = draw(st.sampled_from((*SELECTING, "update", "update_row", "flat", "split")))
+        kind = draw(st.sampled_from((*SELECTING, "update", "update_row", "flat", "split", "chunk")))
         if not shape or 0 in shape:
             break
         dim = draw(st.integers(-len(shape), len(shape) - 1))
@@ -77,6 +78,9 @@ def programs(draw):
             dim %= len(shape)
             inner = draw(st.sampled_from([n for n in range(1, shape[dim] + 1) if not shape[dim] % n]))
             node = values.apply(aten.view.default, node, [*shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :]])
+        elif kind == "chunk":
+            parts = values.apply(aten.split.Tensor, node, draw(st.integers(1, shape[dim])), dim)
+            node = values.apply(operator.getitem, parts, 0)
         else:
             node = values.apply(aten.alias.default, node)
     return values, node
@@ -139,6 +143,6 @@ class TestSources(TestCase):
         new = values.apply(aten.slice_scatter.default, base, update, 1, 0, sys.maxsize, 2)
         column = values.apply(aten.slice.Tensor, new, 1, 5, 6)
         del column.meta["val"]
-        self.assertEqual(writers_of_elements(column), {column})
+        self.assertEqual(writers_of_elements(column), {base, update})
         flat = values.apply(aten.view.default, new, [64])
         self.assertEqual(writers_of_elements(values.apply(aten.slice.Tensor, flat, 0, 1, 2)), {base, update})

@@ -30,7 +30,14 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from torch_overlay._dynamo import backward_tables
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
-from torch_overlay._functorch.streams.fx import BACKWARD, has_streams, is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.fx import (
+    BACKWARD,
+    has_streams,
+    is_stream_op,
+    node_stream,
+    place_on,
+    users_of_memory,
+)
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import events_of
 from torch_overlay._stream_handling import handles_streams
@@ -98,13 +105,6 @@ def mark_backward(
     for value in graph.find_nodes(op="placeholder"):
         if stream := fact_of(value).memory:
             mark_saved(copy_of(value), stream, from_end)
-
-
-def _readers(value: Node) -> list[Node]:
-    found = []
-    for user in value.users:
-        found += [user, *(_readers(user) if is_view(user) else [])]
-    return found
 
 
 class _Writer:
@@ -191,7 +191,7 @@ class _Writer:
             saved_on = value.meta.get(SAVED)
             if saved_on is None:
                 continue
-            streams = dict.fromkeys(r.meta.get(KEY) for r in _readers(value) if r.op != "output")
+            streams = dict.fromkeys(user.meta.get(KEY) for user in users_of_memory(value))
             streams.pop(saved_on, None)
             with self.graph.inserting_after(value):
                 for stream in streams:

@@ -24,7 +24,7 @@ from torch_overlay._functorch.offload.reader import (
     StepReader,
     tensor_of,
 )
-from torch_overlay._functorch.streams.fx import has_streams, node_stream, storage_node
+from torch_overlay._functorch.streams.fx import has_streams, node_stream, storage_node, updates_operands
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class Pair:
         self.outputs: tuple[Any, ...] = tuple(self.output.args[0])  # type: ignore[arg-type]
         self.inputs = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
         results = {storage_node(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
-        mutated = {storage_node(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
+        mutated = {
+            storage_node(a) for n in forward.graph.nodes if updates_operands(n.target) for a in n.all_input_nodes
+        }
         self.saved: dict[Node, SavedTensor] = {}
         self.refused: dict[Node, str] = {}
         for node in self.outputs[count:]:
@@ -161,8 +163,3 @@ class Pair:
         results = {storage_node(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
         saved = {owner.name: nbytes(s.value) for owner, s in self.saved.items()}
         return Model(forward.steps, steps, saved, results | {n.name for n in gradients}, candidates, at_once)
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable

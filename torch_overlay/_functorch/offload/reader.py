@@ -16,11 +16,11 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.offload.cost_model import Step
 from torch_overlay._functorch.offload.kernel_times import name_of
-from torch_overlay._functorch.streams.fx import storage_node
+from torch_overlay._functorch.streams.fx import base_of, readers_of, storage_node
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch.fx import Graph, Node
 
@@ -83,7 +83,7 @@ class StepReader:
         self.inlined: dict[Node, frozenset[str]] = {}  # fused node -> what its readers read in its place
         self.steps: list[Step] = []
         for node in graph.nodes:
-            if node.op == "call_function" and storage_node(node) is node:
+            if node.op == "call_function" and base_of(node) is None:
                 self.add(node)
 
     def reads(self, node: Node) -> frozenset[str]:
@@ -105,7 +105,7 @@ class StepReader:
         creates = not node.all_input_nodes and not is_library_call(node)
         if not creates and node.target not in ALSO_POINTWISE and not is_pointwise(node):
             return False
-        readers = set(_readers(node))
+        readers = set(readers_of(node))
         if len(reads) > (MOST_READS if len(readers) < 2 else MOST_READS_OF_SHARED):
             return False
         return not any(map(is_library_call, readers))
@@ -140,14 +140,6 @@ def is_library_call(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return node.op == "call_function" and target is not operator.getitem
     return target.overloadpacket in flop_registry or target.namespace not in ("aten", "prims")
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    for user in node.users:
-        if storage_node(user) is not user:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _static(value: Any) -> Any:

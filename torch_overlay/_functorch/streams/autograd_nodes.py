@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import first_readers, is_view, node_stream
+from torch_overlay._functorch.streams.fx import base_of, first_readers, node_stream, view_chain
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
@@ -41,8 +41,9 @@ def note(graph: Graph, known: Mapping[int, int]) -> None:
     input's position). This runs before placement, which replaces the stream on which the program made a view by the one
     on which the view's memory is filled.
     """
-    for node in filter(is_view, graph.nodes):
-        node.meta[_MADE_ON] = node_stream(node)
+    for node in graph.nodes:
+        if base_of(node) is not None:
+            node.meta[_MADE_ON] = node_stream(node)
     for value in graph.find_nodes(op="placeholder"):
         what = value.meta.get("desc")
         if isinstance(what, PlainAOTInput) and what.idx in known:
@@ -67,13 +68,11 @@ def _view_streams(value: Any) -> tuple[int, ...]:
     """Return the stream of the first reader of a value's memory, and the streams of the views that lead from there to
     the value; none if all views are made on the caller's stream.
     """
-    streams = []
-    while isinstance(value, torch.fx.Node) and value.op == "call_function" and is_view(value):
-        streams.append(node_stream(value))
-        value = value.args[0]
-    made = [stream for stream, _ in itertools.groupby(reversed(streams))]
-    reader = first_reader(value) if isinstance(value, torch.fx.Node) else CALLERS_STREAM
-    return (reader, *made) if any(made) else ()
+    if not isinstance(value, torch.fx.Node):
+        return ()
+    *views, base = view_chain(value)
+    made = [stream for stream, _ in itertools.groupby(map(node_stream, reversed(views)))]
+    return (first_reader(base), *made) if any(made) else ()
 
 
 def view_streams(graph: Graph) -> Sequence[tuple[int, ...]]:

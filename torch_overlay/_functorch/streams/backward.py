@@ -55,16 +55,19 @@ from torch_overlay._functorch.streams.facts import (
 )
 from torch_overlay._functorch.streams.fx import (
     BACKWARD,
+    base_of,
     is_backward,
     is_stream_op,
     is_view,
     launches_kernels,
+    names_of,
     node_stream,
     place_on,
     storage_node,
+    view_chain,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.memory import saved_in_eager
+from torch_overlay._functorch.streams.memory import saved_in_eager, SELECT, selected, UPDATE_SELECTED
 from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.orders import reached
@@ -133,7 +136,7 @@ def place_computed_early(graph: Graph) -> None:
     promised: dict[int, set[Token]] = {}
     joined: dict[int, bool] = {}
     waited: dict[int, set[Token]] = {}
-    computed = [n for n in graph.nodes if n.op == "call_function" and not is_view(n) and not is_stream_op(n)]
+    computed = [n for n in graph.nodes if n.op == "call_function" and base_of(n) is None and not is_stream_op(n)]
     for node in computed:
         if not is_backward(node):
             fact, stream = fact_of(node), node_stream(node)
@@ -230,9 +233,9 @@ def read_past_updates(graph: Graph) -> None:
     for clone in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         view: Any = clone.args[0]
         # The layout of a contiguous copy does not depend on that of the value.
-        if clone.kwargs.get("memory_format") is not torch.contiguous_format or view.target not in _ROW_VIEWS:
+        if clone.kwargs.get("memory_format") is not torch.contiguous_format or view.target not in SELECT:
             continue
-        rows = _rows(view) if is_backward(clone) else None
+        rows = selected(view) if is_backward(clone) else None
         if rows is None or (value := _before_updates(view.args[0], rows)) is view.args[0]:
             continue
         with graph.inserting_before(clone):
@@ -249,36 +252,15 @@ def _before_updates(value: Node, rows: tuple[int, range]) -> Node:
     """Return the earliest value that has the same elements in these rows of a dimension."""
     dim, wanted = rows
     while True:
-        given: Any = value.args[0] if value.target in _ROW_UPDATES else None
+        given: Any = value.args[0] if value.target in UPDATE_SELECTED else None
         if value.target is torch.ops.aten.copy.default:
             given = value.args[1]
-            old, new = given.meta["val"], value.meta["val"]
+            old, new = given.meta["val"], value.meta["val"]  # type: ignore[union-attr]
             if (old.dtype, old.device, old.shape) != (new.dtype, new.device, new.shape):
                 return value
-        elif given is None or (at := _rows(value)) is None or at[0] != dim or not _are_apart(at[1], wanted):
+        elif given is None or (at := selected(value)) is None or at[0] != dim or not _are_apart(at[1], wanted):
             return value
         value = given
-
-
-_ROW_VIEWS = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor)
-_ROW_UPDATES = (torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default)
-
-
-def _rows(node: Node) -> tuple[int, range] | None:
-    """Return the dimension, and the rows in it, of a view or an update of some rows; None for anything else, and if the
-    rows are not known."""
-    if node.target not in (*_ROW_VIEWS, *_ROW_UPDATES):
-        return None
-    base: Any = node.args[0]
-    dim, *at = node.args[1 + (node.target in _ROW_UPDATES) :] or (0,)
-    shape = base.meta["val"].shape
-    if node.kwargs or not all(type(n) in (int, type(None)) for n in (dim, *at)):
-        return None
-    if type(size := shape[dim]) is not int:
-        return None
-    if node.target in (torch.ops.aten.select.int, torch.ops.aten.select_scatter.default):
-        return dim, range(at[0] % size, at[0] % size + 1)
-    return dim, range(size)[slice(*at)] if len(at) > 1 else range(size)[slice(at[0] if at else None, None)]
 
 
 def _are_apart(rows: range, others: range) -> bool:
@@ -289,20 +271,17 @@ def _viewed_results(output: Node) -> set[Node]:
     """Return the views that the forward returns, and the views that those are views of."""
     found: set[Node] = set()
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
-        while isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node) and is_view(value):
-            found.add(value)
-            value = value.args[0]
+        if isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node):
+            *views, _ = view_chain(value)
+            found.update(views)
     return found
 
 
 def keep_unsaved(inputs: Mapping[Node, Any]) -> None:
     """Mark inputs, and their views, as not to be saved: Note [Inputs that the forward writes to]."""
-    unsaved = [node for node, info in inputs.items() if info.mutates_data]
-    while unsaved:
-        node = unsaved.pop()
-        node.meta["aot_runtime_epilogue_input_mutation"] = True
-        unsaved += [user for user in node.users if is_view(user) and user.args[0] is node]
-        for user in filter(partitioners.must_recompute, node.users):
+    for name in (name for node, info in inputs.items() if info.mutates_data for name in names_of(node)):
+        name.meta["aot_runtime_epilogue_input_mutation"] = True
+        for user in filter(partitioners.must_recompute, name.users):
             user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

@@ -26,7 +26,13 @@ from torch.utils import _pytree as pytree
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
-from torch_overlay._functorch.streams.fx import has_streams, is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.fx import (
+    has_streams,
+    node_stream,
+    place_on,
+    readers_of,
+    view_chain,
+)
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 from torch_overlay.notes import Notes
@@ -51,12 +57,7 @@ def place_first_copies(graph: Graph) -> None:
         is_users = not copy.meta.keys().isdisjoint(("from_node", "source_fn_stack"))
         if is_users or copy.args[0].op != "placeholder":  # type: ignore[union-attr]
             continue
-        readers, todo = [], [copy]
-        while todo:
-            users = [user for user in todo.pop().users if user.op == "call_function" and not is_stream_op(user)]
-            todo += filter(is_view, users)
-            readers += [user for user in users if not is_view(user)]
-        if readers:
+        if readers := readers_of(copy):
             min(copy.users, key=position.__getitem__).prepend(copy)
             place_on(copy, node_stream(min(readers, key=position.__getitem__)))
 
@@ -164,10 +165,10 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
     nodes = pytree.tree_leaves(gm.graph.output_node().args[0])
     for node, info in zip(nodes[fw_metadata.num_mutated_inp_runtime_indices :], fw_metadata.output_info):
         if info.output_type in (OutputType.alias_of_input, OutputType.is_input) and node.op == "call_function":
-            note_fact(node, is_dropped=True)
-            while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] not in nodes:
-                node = node.all_input_nodes[0]  # passes may remove the view
-                note_fact(node, is_dropped=True)
+            for shown in view_chain(node):  # passes may remove the view
+                if shown is not node and shown in nodes:
+                    break
+                note_fact(shown, is_dropped=True)
 
 
 __all__ = ["Promises", "promises_of"]

@@ -14,7 +14,7 @@ from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -77,13 +77,46 @@ def is_view_operator(target: Any) -> bool:
     )
 
 
+def base_of(node: Node) -> Node | None:
+    """Return the value whose memory a node only names; None for a node that has memory of its own. A view with several
+    outputs names its base's memory, and so does each output.
+    """
+    base = next(iter(node.args), None)
+    if not isinstance(base, torch.fx.Node):
+        return None
+    return base if is_view(node) or (node.target is operator.getitem and is_view(base)) else None
+
+
+def view_chain(node: Node) -> Iterator[Node]:
+    """Yield a value and the values that it is a view of, down to the node that allocates the memory."""
+    value: Node | None = node
+    while value is not None:
+        yield value
+        value = base_of(value)
+
+
 def storage_node(node: Node) -> Node:
     """Return the node whose memory a value names, below views of it."""
-    while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
-        is_view(node) or (node.target is operator.getitem and is_view(base))
-    ):
-        node = base
-    return node
+    *_, made = view_chain(node)
+    return made
+
+
+def names_of(value: Node) -> list[Node]:
+    """Return a value and all views of it, each after its base."""
+    names = [value]
+    for name in names:
+        names += [user for user in name.users if base_of(user) is name]
+    return names
+
+
+def users_of_memory(value: Node) -> list[Node]:
+    """Return the operations that have a value, or a view of it, as an operand, and the views."""
+    return [user for name in names_of(value) for user in name.users if user.op == "call_function"]
+
+
+def readers_of(value: Node) -> list[Node]:
+    """Return the operations that compute with a value, or with a view of it."""
+    return [user for user in users_of_memory(value) if base_of(user) is None and not is_stream_op(user)]
 
 
 def output_descriptions(output: Node) -> list[AOTOutput]:

@@ -16,14 +16,14 @@ This memory must not be freed while a stream reads it. So each node of a traced 
 streams whose memory it reads in eager, apart from its own stream's, and what eager does with that memory. The planner's
 reader (`streams.reader`) settles at the exit all other reads, and those of a kernel that reads the same stream's memory
 in both ways. The caller frees the graph's results, and relies on the stream whose memory each result is in eager: where
-generated code allocates a result on another stream, it records eager's stream for the block (`result_memory`).
+generated code allocates a result on another stream, it records eager's stream for the block (`results`).
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -31,8 +31,8 @@ from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     is_backward,
-    is_view,
     node_stream,
     storage_node,
     updates_in_place,
@@ -41,7 +41,7 @@ from torch_overlay._functorch.streams.fx import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
+    from collections.abc import Collection
 
     from torch.fx import Graph, Node
 
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 
 _aten = torch.ops.aten
+SELECT = (_aten.slice.Tensor, _aten.select.int)
+UPDATE_SELECTED = (_aten.slice_scatter.default, _aten.select_scatter.default)
 Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along each dimension
 
 
@@ -63,13 +65,13 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
     too few. See Note [Elements that an update left alone].
     """
+    viewed, target = base_of(node), node.target
     if box is None and (box := _whole(node)) is None:
-        return {node}
+        return {node} if viewed is None else writers_of_elements(viewed)
     args: Any = node.args
-    target = node.target
-    if target in (_aten.slice_scatter.default, _aten.select_scatter.default):
+    if target in UPDATE_SELECTED:
         base, update = args[0], args[1]
-        if (found := _selected(node, base, 2)) is None:
+        if (found := selected(node)) is None:
             return writers_of_elements(base) | writers_of_elements(update)
         dim, taken = found
         if not _meet(box[dim], taken):
@@ -77,8 +79,8 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
         inside = (range(len(taken)),) if target is _aten.slice_scatter.default else ()
         made = writers_of_elements(update, (*box[:dim], *inside, *box[dim + 1 :]))
         return made if _contains(taken, box[dim]) else made | writers_of_elements(base, box)
-    if target in (_aten.slice.Tensor, _aten.select.int):
-        if (found := _selected(node, args[0], 1)) is None:
+    if target in SELECT:
+        if (found := selected(node)) is None:
             return writers_of_elements(args[0])
         dim, taken = found
         kept = 1 if target is _aten.slice.Tensor else 0
@@ -89,10 +91,9 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
         order = _order(node, len(box))
         return writers_of_elements(args[0], tuple(box[order.index(d)] for d in range(len(box))))
-    if is_view(node) and isinstance(args[0], torch.fx.Node):
-        return writers_of_elements(
-            args[0], _box_before_split(node, args[0], box) if target is _aten.view.default else None
-        )
+    if viewed is not None:
+        given = _box_before_split(node, viewed, box) if target is _aten.view.default else None
+        return writers_of_elements(viewed, given)
     return {node}
 
 
@@ -103,22 +104,21 @@ def _whole(node: Node) -> Box | None:
     return tuple(map(range, value.shape))
 
 
-def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
-    """Return the dimension of the base along which a node selects, by the node's arguments from the index `first` on,
-    and the selected indices; None if that isn't known.
+def selected(node: Node) -> tuple[int, range] | None:
+    """Return the dimension of its base along which a node selects or updates indices, and the indices; None for any
+    other node, and if they aren't known.
     """
-    if (whole := _whole(base)) is None or not whole or node.kwargs:
+    if node.target not in (*SELECT, *UPDATE_SELECTED) or node.kwargs:
         return None
-    arguments: Any = (*node.args[first:], *(0,) * (len(node.args) == first))
-    dim, *where = arguments
-    if not isinstance(dim, int) or not all(n is None or isinstance(n, int) for n in where):
+    arguments: Any = node.args if node.target in SELECT else (node.args[0], *node.args[2:])
+    base, dim, *where = arguments if len(arguments) > 1 else (*arguments, 0)
+    shape = base.meta["val"].shape
+    if not all(n is None or isinstance(n, int) for n in (dim, *where)) or not isinstance(shape[dim], int):
         return None
-    size = whole[dim]
     if node.target in (_aten.select.int, _aten.select_scatter.default):
-        (index,) = where
-        return dim % len(whole), size[index : index + 1 or None]
+        where = [where[0], where[0] + 1 or None]
     start, stop, step = (*where, *(None,) * (3 - len(where)))
-    return dim % len(whole), size[slice(start, stop, step)]
+    return dim % len(shape), range(shape[dim])[slice(start, stop, step)]
 
 
 def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
@@ -169,11 +169,11 @@ _Noted = TypeVar("_Noted")
 
 _RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
+    *UPDATE_SELECTED,
+    _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default,
 )
+_LEAVE_IN_STORAGE = (*_PUTS_BACK, _aten.copy.default)
 
 
 def _updates(node: Node) -> bool:
@@ -187,55 +187,29 @@ def _updates(node: Node) -> bool:
     return updates_in_place(written)
 
 
-def memory_stream(node: Node) -> int | None:
-    """Return the registry index of the stream whose memory a node's value is in eager; None for the caller's memory."""
-    while node.op == "call_function":
-        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
-            return target if target >= 0 else None
-        written, updates = _mutated_argument(node), _updates(node)
-        if not (updates or written or node.target is operator.getitem or is_view(node)):
-            return node_stream(node)
-        if updates and not written and (storage := _dynamo_storage(node)) is not None:
-            _, stream = storage
-            return stream
-        base = written or _base(node)
-        if base is None:
-            return None if updates else node_stream(node)
-        node = base
-    return None
-
-
-def _mutated_argument(node: Node) -> Node | None:
-    """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
-    results; None if the node is no new value of an argument.
-    """
-    call, indices = _call_and_indices(node)
-    if lists := _updated_lists(call):
-        which = indices[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
-        return lists[which[0]][indices[-1]] if indices and which else None
-    written = written_arguments(call)
-    return written.get(indices[0]) if written and len(indices) == 1 else None
-
-
 def _call_and_indices(node: Node) -> tuple[Node, list[Any]]:
     """Return the operator that a value is a result of, and the indices that select the value from the results."""
     indices: list[Any] = []
     call: Any = node
-    while call.target is operator.getitem:
+    while call.target is operator.getitem and isinstance(call.args[0], torch.fx.Node):
         call, index = call.args
         indices.insert(0, index)
     return call, indices
 
 
-def _updated_lists(node: Node) -> list[Sequence[Node]]:
-    """Return the lists that an update of lists of tensors writes to, as `torch._fused_adam_` does: it has a result for
-    each list. The list is empty if Dynamo noted the storages (`eager_storage`), which is more reliable: the node that
-    stands for `torch._foreach_lerp_` may have the other end first.
+def _new_values(call: Node) -> dict[tuple[Any, ...], Node]:
+    """Return the values that one call updates, each by the indices of its new value among the call's results: by an
+    operator or a kernel of the user, and by an update of lists of tensors, as `torch._fused_adam_` is, which has a
+    result for each list. None are returned for lists if Dynamo noted the storages (`eager_storage`), which is more
+    reliable: the node that stands for `torch._foreach_lerp_` may have the other end first.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node) or fact_of(node).eager_storage:
-        return []
-    given: Any = node.args[: len(node.target._schema.returns)]
-    return list(given) if all(isinstance(a, (list, tuple)) for a in given) else []
+    found = {(index,): value for index, value in written_arguments(call).items()}
+    if not isinstance(call.target, torch._ops.OpOverload) or not _updates(call) or fact_of(call).eager_storage:
+        return found
+    lists: Any = call.args[: len(call.target._schema.returns)]
+    if not all(isinstance(listed, (list, tuple)) for listed in lists):
+        return found
+    return {(k, i)[len(lists) == 1 :]: value for k, listed in enumerate(lists) for i, value in enumerate(listed)}
 
 
 def _base(node: Node) -> Node | None:
@@ -260,64 +234,149 @@ def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
     return noted[0] if noted else None
 
 
-def _dynamo_storage(node: Node) -> Storage | None:
-    """Return what Dynamo noted of the storage that the node's value is in."""
-    return _of_result(node, fact_of(node).eager_storage)
+class Memory(NamedTuple):
+    """Whose memory a value is. An update in place makes new memory in a functional graph, and none in eager."""
+
+    node: Node  # allocates it: below views
+    first: Node  # allocates it in eager: below views and updates in place
+    streams: frozenset[int]  # of `first` and of the updates
+    stream: int | None  # whose memory it is in eager; None for the caller's
+    storage: Storage | None  # name of it, if it is updated in place
 
 
-def _storage(node: Node) -> Storage | None:
-    """Return the storage that the value is in if that storage is updated in place, else None."""
-    while (noted := _dynamo_storage(node)) is None and node.op == "call_function":
-        same = is_view(node) or node.target is operator.getitem
-        same |= node.target in (*_PUTS_BACK, torch.ops.aten.copy.default) and _updates(node)  # in an update of a list
-        base = _mutated_argument(node) or (_base(node) if same else None)
-        if base is None:
-            break
-        node = base
-    return noted
+class MemoryTable:
+    """Whose memory each value of a traced graph is, by one walk over the graph before its nodes are placed."""
 
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.output = graph, graph.output_node()
+        self.memory: dict[Node, Memory] = {}
+        for node in graph.nodes:
+            self.memory[node] = self._memory(node)
+        self.kept = results_made(self.output) | saved_in_eager(graph)
+        self.returned: dict[Storage | None, set[Node]] = {}  # in storages that are updated in place
+        for made in map(self.memory.__getitem__, self.output.all_input_nodes):
+            self.returned.setdefault(made.storage, set()).add(made.node)
 
-def _chain(node: Node, updates: bool) -> Iterator[Node]:
-    """Yield a value, and the nodes before it back to the one that made its memory: through views and, with `updates`,
-    through updates in place, too.
-    """
-    while True:
-        yield node
+    def _memory(self, node: Node) -> Memory:
+        """Return the memory of a node's value, by that of the value before it: the base of a view, what an update in
+        place updates, or the operator that an output is selected from.
+        """
+        noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
         if node.op != "call_function":
-            return
-        base = _mutated_argument(node) if updates else None
-        is_output = node.target is operator.getitem  # one of several: each a view, or memory of its own
-        same = is_view(node.args[0] if is_output else node) or (updates and not is_output and _updates(node))  # type: ignore[arg-type]
-        base = base or (_base(node) if same else None)
-        if base is None:
-            return
-        node = base
+            return Memory(node, node, frozenset((own,)), None, noted)
+        given, updates, (call, indices) = base_of(node), _updates(node), _call_and_indices(node)
+        written = new.get(tuple(indices)) if (new := _new_values(call)) else None  # other indices may be slices
+        is_output = node.target is operator.getitem  # one of several: a view, a new value, or memory of its own
+        base = written or _base(node)
+        before = None if base is None else self.memory[base]
+        names = given is not None or written is not None
+        made = node if given is None else self.memory[given].node
+        first, streams, storage, stream = node, frozenset(() if given is not None else (own,)), noted, own
+        if before is not None:
+            if names or (updates and not is_output):
+                first, streams = before.first, streams | before.streams
+            # Of an update in several operations, only the last one is in the storage.
+            if noted is None and (names or is_output or (updates and node.target in _LEAVE_IN_STORAGE)):
+                storage = before.storage
+        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
+            stream = target if target >= 0 else None
+        elif updates and written is None and noted is not None:
+            _, stream = noted
+        elif before is not None and (names or updates or is_output):
+            stream = before.stream
+        elif updates:
+            stream = None
+        return Memory(made, first, streams, stream, storage)
+
+    def results(self, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
+        """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each
+        waits for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
+        (`record_stream`) before the last update. Results that are the caller's own memory are left out.
+
+        A variable that lives on after a graph break dies in code that doesn't know whose memory the variable got here.
+        If eager's memory is another stream's, then the variable's memory waits for all of the program's `streams` and
+        for the streams that the code only made current, as a `with` block around the break does: nothing else keeps
+        track of the streams that may read the memory after the break.
+        """
+        recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
+        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+            memory = self.memory[record.args[0]]
+            recorded.setdefault(memory.storage, []).append((memory.node, record.args[1]))
+        recorded.pop(None, None)
+        known = {*streams, *(info.index for info in frame.objects if info.kind == "stream")} if frame.goes_on else set()
+        found = []
+        for value, what in zip(pytree.tree_leaves(self.output.args[0]), self.output.meta.get("desc") or ()):
+            memory = self.memory.get(value)
+            if memory is None or memory.stream is None:
+                continue
+            if not isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput)):
+                continue
+            others = {s for node, s in recorded.get(memory.storage, ()) if node is not memory.node}
+            if frame.goes_on and {memory.stream} != memory.streams:
+                others.update(known)  # which stream's memory generated code takes for it is not known yet
+            found.append(ResultMemory(what.expr(), (memory.stream, *sorted(others - {memory.stream}))))
+        return tuple(found)
+
+    def record_inputs(self) -> None:
+        """Make `record_stream` of an input that was updated before name the input, not the value that is written back
+        to it.
+        """
+        written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
+        for copy in self.graph.find_nodes(op="call_function", target=_aten.copy_.default):
+            given, value, *_ = copy.args
+            if given.op == "placeholder":
+                written |= {self.memory[value].node: given, self.memory[value].storage: given}
+        written.pop(None, None)
+        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+            memory = self.memory[record.args[0]]
+            is_input = memory.first.op == "placeholder"
+            own = memory.first if is_input else written.get(memory.node) or written.get(memory.storage)
+            if own is not None:
+                record.args = (own, *record.args[1:])
+                record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
+
+    def foreign_reads(self, node: Node, goes_on: bool = False) -> tuple[ForeignRead, ...]:
+        """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it as a result or for
+        the backward, or has the value in other memory, or the memory lives on: as the result of this update, or of a
+        later one that the graph returns, as the tensor that was given as `out`, or in a variable after a graph break,
+        where the frame `goes_on`.
+        """
+        if base_of(node) is not None:  # a view launches nothing
+            return ()
+        targets, written = fact_of(node).eager_targets, _new_values(node).values()
+        # What an update of lists updates is known. A kernel of the user may update what has the same storage.
+        updates = _updates(node) and not (written and isinstance(node.target, torch._ops.OpOverload))
+        found = set()
+        for value in node.all_input_nodes:
+            # Functionalization makes a new value for each update, in memory of the stream that updates.
+            memory = self.memory[value]
+            stream = node_stream(memory.node)
+            if memory.node.op != "call_function" or stream == node_stream(node):
+                continue
+            lives_on = goes_on or stream in targets or value in written or (updates and self._is_updated(value, node))
+            lives_on |= memory.storage is not None and bool(self.returned.get(memory.storage, set()) - {memory.node})
+            if lives_on or memory.stream != stream:
+                found.add(ForeignRead(stream, "other"))
+            elif memory.node in self.kept:
+                found.add(ForeignRead(stream, "kept", memory.node.name))
+            else:
+                found.add(ForeignRead(stream, "freed"))
+        return tuple(sorted(found))
+
+    def _is_updated(self, value: Node, update: Node) -> bool:
+        """True if an update in place is one of the memory that the value is in."""
+        given, made = self.memory[value], self.memory[update]
+        storages = {*fact_of(update).eager_storage, made.storage} - {None}
+        # The storage isn't known for a result of an operator with several, as of an update of a list.
+        if storages and given.storage is not None:
+            return given.storage in storages
+        return given.first is made.first
 
 
-def _allocating_node(node: Node, updates: bool) -> Node:
-    """Return the node that made a value's memory, the last of `_chain`."""
-    *_, made = _chain(node, updates)
-    return made
-
-
-def _is_updated(value: Node, update: Node) -> bool:
-    """True if the update writes to the memory that the value is in."""
-    if lists := _updated_lists(update):
-        return any(value in listed for listed in lists)
-    storages, own = {*fact_of(update).eager_storage, _storage(update)} - {None}, _storage(value)
-    # `own` isn't known for a result of an operator with several, as of an update of a list.
-    if storages and own is not None:
-        return own in storages
-    return _allocating_node(value, updates=True) is _allocating_node(update, updates=True)
-
-
-def returned_storages(output: Node) -> dict[Storage, set[Node]]:
-    """Map each storage that is updated in place to the nodes that made the memory of the graph's results in it."""
-    found: dict[Storage, set[Node]] = {}
-    for value in output.all_input_nodes:
-        if (storage := _storage(value)) is not None:
-            found.setdefault(storage, set()).add(_allocating_node(value, updates=False))
-    return found
+def memory_writer(node: Node) -> Node:
+    """Return the operation that a value's memory comes from: below views, and below selections of an output."""
+    call, _ = _call_and_indices(storage_node(node))
+    return call
 
 
 def results_made(output: Node) -> set[Node]:
@@ -333,82 +392,4 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     return {storage_node(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
-def result_memory(output: Node, streams: Collection[int], frame: FrameFacts) -> tuple[ResultMemory, ...]:
-    """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each waits
-    for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
-    (`record_stream`) before the last update. Results that are the caller's own memory are left out.
-
-    A variable that lives on after a graph break dies in code that doesn't know whose memory the variable got here. If
-    eager's memory is another stream's, then the variable's memory waits for all of the program's `streams` and for the
-    streams that the code only made current, as a `with` block around the break does: nothing else keeps track of the
-    streams that may read the memory after the break.
-    """
-    recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
-    for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
-        if (storage := _storage(record.args[0])) is not None:
-            recorded.setdefault(storage, []).append((_allocating_node(record.args[0], updates=False), record.args[1]))
-    known = {*streams, *(info.index for info in frame.objects if info.kind == "stream")} if frame.goes_on else set()
-    found = []
-    for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
-        is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
-        if is_result and (stream := memory_stream(value)) is not None:
-            made = _allocating_node(value, updates=False)
-            others = {s for m, s in recorded.get(_storage(value), ()) if m is not made}
-            if frame.goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
-                others.update(known)  # which stream's memory generated code takes for it is not known yet
-            found.append(ResultMemory(what.expr(), (stream, *sorted(others - {stream}))))
-    return tuple(found)
-
-
-def record_inputs(graph: Graph) -> None:
-    """Make `record_stream` of an input that was updated before name the input, not the value that is written back to
-    it.
-    """
-    written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
-    for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        given, value, *_ = copy.args
-        if given.op == "placeholder":
-            written[_allocating_node(value, updates=False)] = given
-            if (storage := _storage(value)) is not None:
-                written[storage] = given
-    for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
-        value = record.args[0]  # type: ignore[assignment]
-        made, first = _allocating_node(value, updates=False), _allocating_node(value, updates=True)
-        own = first if first.op == "placeholder" else written.get(made) or written.get(_storage(value))
-        if own is not None:
-            record.args = (own, *record.args[1:])
-            record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
-
-
-def foreign_reads(
-    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset(), goes_on: bool = False
-) -> tuple[ForeignRead, ...]:
-    """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it (`kept`: `results_made`,
-    `saved_in_eager`), or has the value in other memory, or the memory lives on: as the result of this update, or of a
-    later one that the graph returns (`returned`: `returned_storages`), as the tensor that was given as `out`, or in a
-    variable after a graph break, where the frame `goes_on`.
-    """
-    if is_view(node):  # a view launches nothing
-        return ()
-    targets = fact_of(node).eager_targets
-    found = set()
-    written = written_arguments(node).values()
-    for value in node.all_input_nodes:
-        # Functionalization makes a new value for each update, in memory of the stream that updates.
-        made = _allocating_node(value, updates=False)
-        stream = node_stream(made)
-        if made.op != "call_function" or stream == node_stream(node):
-            continue
-        lives_on = goes_on or stream in targets or value in written or _updates(node) and _is_updated(value, node)
-        if (storage := _storage(value)) is not None:
-            lives_on |= bool(returned.get(storage, set()) - {made})
-        lives_on |= memory_stream(value) != stream
-        own = storage_node(value)
-        if lives_on:
-            found.add(ForeignRead(stream, "other"))
-        else:
-            found.add(ForeignRead(stream, "kept", own.name) if own in kept else ForeignRead(stream, "freed"))
-    return tuple(sorted(found))
-
-
-__all__ = ["foreign_reads", "memory_stream", "result_memory", "results_made", "returned_storages", "saved_in_eager"]
+__all__ = ["MemoryTable", "memory_writer", "results_made", "saved_in_eager"]

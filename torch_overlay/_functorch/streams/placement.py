@@ -30,7 +30,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo.range_ops import RANGES
-from torch_overlay._functorch.streams import autograd_nodes, memory
+from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import mark_backward, read_past_updates
 from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
 from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
@@ -46,10 +46,11 @@ from torch_overlay._functorch.streams.fx import (
     place_on,
     RECORD,
     storage_node,
+    view_chain,
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.memory import writers_of_elements
+from torch_overlay._functorch.streams.memory import MemoryTable, writers_of_elements
 from torch_overlay._functorch.streams.program import (
     keep_waits,
     KEPT_WITH_WAITS,
@@ -61,7 +62,7 @@ from torch_overlay._functorch.streams.tokens import CALLER, state, synchronizati
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -70,15 +71,6 @@ if TYPE_CHECKING:
 
 
 _streams = torch.ops.streams
-
-
-def _named(value: Node) -> Iterator[Node]:
-    """Yield a value and the views below it, down to the node whose memory the value names."""
-    root = storage_node(value)
-    yield value
-    while value is not root:
-        value = value.args[0]  # type: ignore[assignment]
-        yield value
 
 
 def promise_parts(output: Node) -> list[tuple[Node, Node]]:
@@ -112,7 +104,7 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
         }
         if not late <= fact_of(root).promises:
             awaited.append((value, root))
-        for node in _named(value):
+        for node in view_chain(value):
             add_promised(node, known - late)
     return awaited
 
@@ -141,7 +133,7 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
                 eager_targets=(),
                 eager_storage=(),
             )
-        for node in _named(value):
+        for node in view_chain(value):
             add_promised(node, (tokens[stream],))
 
 
@@ -166,12 +158,10 @@ def _place_subgraphs(gm: GraphModule) -> None:
             _place_subgraphs(body)
 
 
-def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) -> None:
+def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, memory: MemoryTable) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
     program = Program(nodes, frame)
-    output = gm.graph.output_node()
-    returned, results = memory.returned_storages(output), memory.result_memory(output, program.streams, frame)
-    kept = memory.results_made(output) | memory.saved_in_eager(gm.graph)
+    output, results = gm.graph.output_node(), memory.results(program.streams, frame)
     known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, exit_waits), before = program.after(), program.promised_to()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
@@ -186,7 +176,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) ->
             continue
         # A view does nothing on a stream. Inductor may give a view that is returned memory of its own, which is filled
         # where the view's base is, and may make a view of a constant a constant of its own.
-        made = storage_node(node)
+        made = memory.memory[node].node
         maker = made if made in known or (node in values and made.op == "call_function") else node
         stream = node_stream(maker)
         # Note [A backward is a region of its own]
@@ -200,7 +190,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts) ->
             after=tuple(sorted(waited)),
             promised_to=tuple(sorted(before.get(maker, frozenset()) | engine)),
             exit_waits=None if is_backward(node) else exit_waits,
-            reads=memory.foreign_reads(node, returned, kept, frame.goes_on) if reads_memory else None,
+            reads=memory.foreign_reads(node, frame.goes_on) if reads_memory else None,
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),
             order=program.ops.index(node) if is_stream_op(node) else None,
@@ -249,10 +239,11 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
     mark_backward(gm.graph)
     read_past_updates(gm.graph)
     keep_waits(gm.graph, frame)
-    memory.record_inputs(gm.graph)
+    memory = MemoryTable(gm.graph)
+    memory.record_inputs()
     nodes = list(gm.graph.nodes)
-    _place_program(gm, [n for n in nodes if not is_backward(n)], frame)
-    _place_program(gm, [n for n in nodes if is_backward(n)], frame)
+    _place_program(gm, [n for n in nodes if not is_backward(n)], frame, memory)
+    _place_program(gm, [n for n in nodes if is_backward(n)], frame, memory)
     follow_mutations(gm.graph)
     _number_ranges(nodes)
     gm.recompile()

@@ -5,22 +5,22 @@ Note [A backward is a region of its own] says why.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
 from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of, note_fact, NOTHING, replace_fact
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.fx import node_stream, place_on, readers_of, users_of_memory
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay._functorch.streams.memory import memory_writer
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.notes import Notes
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.fx import Graph, Node
 
@@ -37,35 +37,15 @@ class ContextNotes(Notes):
         return cls.find(torch._guards.TracingContext.try_get())
 
 
-def memory_writer(node: Node) -> Node:
-    """Return the node that a value's memory comes from: below views, and below selections of an output."""
-    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
-        source: Any = node.args[0]
-        if not isinstance(source, torch.fx.Node):
-            break
-        node = source
-    return node
-
-
-def _readers(value: Node) -> Iterator[Node]:
-    """Yield the operations that read a value, itself or through views, and the views."""
-    for user in value.users:
-        if user.op == "call_function":
-            yield user
-            if is_view(user):
-                yield from _readers(user)
-
-
 def _order_late_readers(value: Node, given: Node) -> None:
     """Order streams after the backward's reads of an input of which eager saves nothing; the backward reads it to
     compute something again. These are the streams that the user ordered after all operations that read the input, for
     example the one that loads the next batch.
     """
-    readers = [reader for reader in _readers(given) if not is_view(reader) and not is_stream_op(reader)]
-    promised = [{state(node_stream(r)), *fact_of(r).promises} for r in readers]
+    promised = [{state(node_stream(reader)), *fact_of(reader).promises} for reader in readers_of(given)]
     states = {token for token in set.intersection(*promised) if token.stream is not None} if promised else set()
-    for reader in _readers(value):
-        add_promised(reader, states)
+    for user in users_of_memory(value):
+        add_promised(user, states)
 
 
 def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:
@@ -82,16 +62,16 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
             _order_late_readers(value, writer)
             # The caller may order the streams that reuse the input's memory after the forward alone.
             if not unread[writer.name]:
-                for stream in sorted({node_stream(reader) for reader in _readers(value)}):
+                for stream in sorted({node_stream(user) for user in users_of_memory(value)}):
                     _record(value, stream)
         if writer is None or writer.op != "call_function":
             continue
         stream = node_stream(writer)
         note_fact(value, is_computed=True, memory=stream or None)
         promised = fact_of(writer).promises
-        for reader in _readers(value):
-            if node_stream(reader) != stream and state(node_stream(reader)) not in promised:
-                add_after(reader, (state(stream),))
+        for user in users_of_memory(value):
+            if node_stream(user) != stream and state(node_stream(user)) not in promised:
+                add_after(user, (state(stream),))
 
 
 def _record(value: Node, stream: int) -> None:

@@ -37,17 +37,19 @@ from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay._functorch.streams.facts import fact_of, merged, replace_fact
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     blocks_host,
     constants,
     has_streams,
     is_asynchronous_copy,
     is_synchronization,
-    is_view,
     is_view_operator,
+    names_of,
     node_stream,
     storage_node,
     updated_operands,
     updates_operands,
+    view_chain,
 )
 from torch_overlay._inductor.notes import GraphNotes
 from torch_overlay._inductor.streams import host_copies
@@ -258,7 +260,7 @@ class _Rewriter:
             while self.is_update(base := copy.args[0]):
                 copy.args = (base.args[0], *copy.args[1:])
         for node in reversed(list(self.graph.nodes)):
-            if not node.users and (self.is_update(node) or (node.op == "call_function" and is_view(node))):
+            if not node.users and (self.is_update(node) or base_of(node) is not None):
                 self.graph.erase_node(node)
 
     def into_new_memory(self, copy: Node) -> None:
@@ -311,15 +313,7 @@ class _Rewriter:
 
     def users(self, memory: Node) -> Iterator[tuple[Node, Node]]:
         """Yield the operations that use memory or a view of it, each with the node that it has as an argument."""
-        todo, seen = [memory], {memory}
-        while todo:
-            value = todo.pop()
-            for user in list(value.users):
-                if user.op == "call_function" and is_view(user):
-                    todo += () if user in seen else (user,)
-                    seen.add(user)
-                else:
-                    yield value, user
+        yield from ((name, user) for name in names_of(memory) for user in list(name.users) if base_of(user) is not name)
 
     def is_read_later(self, base: Node, node: Node, place: Node) -> bool:
         root, part = storage_node(base), base.meta["val"]
@@ -377,15 +371,11 @@ class _Rewriter:
         values: dict[Node, Any] = {node: base.meta["val"]}
         if node.meta["val"].dtype != values[node].dtype or storage_node(base).meta["val"].dtype != values[node].dtype:
             return None
-        todo = [node]
-        while todo:
-            for user in todo.pop().users:
-                if user.op == "call_function" and is_view(user) and user not in values:
-                    try:
-                        values[user] = _evaluate(user, values)
-                    except RuntimeError:  # not of this layout
-                        return None
-                    todo.append(user)
+        for view in names_of(node)[1:]:
+            try:
+                values[view] = _evaluate(view, values)
+            except RuntimeError:  # not of this layout
+                return None
         return values
 
     # ---- changes of the graph
@@ -478,13 +468,9 @@ def write_back_parts(graph: Graph) -> None:
 
 def _is_returned_only(value: Node, write: Node) -> bool:
     """True if apart from `write` only the caller gets the value, or views of it."""
-    users = [user for user in value.users if user is not write]
+    users = {user for name in names_of(value) for user in name.users} - {write}
     same = not users or geometry(value.meta["val"]) == geometry(write.args[0].meta["val"])  # type: ignore[union-attr]
-    return same and all(_is_result(user) for user in users)
-
-
-def _is_result(user: Node) -> bool:
-    return user.op == "output" or (is_view(user) and all(map(_is_result, user.users)))
+    return same and all(user.op == "output" or base_of(user) is not None for user in users)
 
 
 def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node]]:
@@ -494,11 +480,8 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
     part, value = given.meta["val"], new
     steps: list[Node] = []
     while True:
-        views: list[Any] = []
-        scatter: Any = value
-        while scatter.op == "call_function" and is_view(scatter):
-            views.append(scatter)
-            scatter = scatter.args[0]
+        views: list[Any] = [*view_chain(value)]
+        scatter = views.pop()
         if scatter.target not in _SCATTER_OP_TO_VIEW or storage_node(base := scatter.args[0]) is not given:
             return part, value, steps
         with V.fake_mode:
@@ -522,7 +505,7 @@ def _applied(view: Any, base: torch.Tensor, node: Node, first: int) -> torch.Ten
 def inputs_in_parts(graph: Graph) -> set[str]:
     """Return the names of inputs of which a part is written in place."""
     writes = graph.find_nodes(op="call_function", target=COPY_ASYNC)
-    writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if is_view(n.args[0])]
+    writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if base_of(n.args[0]) is not None]
     return {str(memory.target) for write in writes if (memory := storage_node(write.args[0])).op == "placeholder"}
 
 

@@ -20,7 +20,7 @@ import torch
 
 from torch_overlay._functorch.device_peaks import bytes_per_us
 from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on, view_chain
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, state
 
@@ -94,10 +94,8 @@ def _results(graph: Graph, is_backward: bool) -> set[Node]:
     values = list(values) if isinstance(values, (list, tuple)) else [values]
     found: set[Node] = set()
     for position in handed_out(graph, is_backward):
-        value = values[position]
-        while isinstance(value, torch.fx.Node) and value not in found:
-            found.add(value)
-            value = value.args[0] if is_view(value) and value.args else None
+        if isinstance(value := values[position], torch.fx.Node):
+            found.update(view_chain(value))
     return found
 
 

@@ -28,13 +28,16 @@ from torch_overlay._functorch.streams.facts import (
     union_of_facts,
 )
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     blocks_host,
     has_streams,
     is_stream_op,
-    is_view,
     node_stream,
     place_on,
+    readers_of,
     storage_node,
+    users_of_memory,
+    view_chain,
 )
 from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.memory import results_made
@@ -266,15 +269,9 @@ class NewNodes:
         """Return the placed operations that read a value, also through its views; only the views if there are no
         others.
         """
-        views: list[Node] = []
-        found: list[Node] = []
-        todo = list(node.users)
-        while todo:
-            user = todo.pop(0)
-            if _computes(user) and not is_stream_op(user) and self._known(user.meta.get("custom")) is not None:
-                (views if is_view(user) else found).append(user)
-                todo += user.users if is_view(user) else ()
-        return found or views
+        users = [user for user in users_of_memory(node) if _computes(user) and not is_stream_op(user)]
+        users = [user for user in users if self._known(user.meta.get("custom")) is not None]
+        return [user for user in users if base_of(user) is None] or users
 
 
 def _computes(node: Node) -> bool:
@@ -319,7 +316,7 @@ def begin_pass(gm: GraphModule) -> PassLog | None:
     return PassLog(
         gm,
         {
-            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), is_view(n))
+            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), base_of(n) is not None)
             for n in gm.graph.nodes
         },
     )
@@ -431,7 +428,7 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
             taken = viewed_ones or {v for v in new if v in given or v.meta.get(COPY_OF, gone.name) != gone.name}
             if taken and user not in seen:
                 yield user, taken
-                todo += [(reader, taken) for reader in user.users if is_view(user)]
+                todo += [(reader, taken) for reader in user.users if base_of(user) is not None]
             elif not taken:
                 continue
         seen.add(user)
@@ -461,11 +458,9 @@ def _remove_writes_of_what_is_there(graph: Graph) -> None:
     """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
         base, part, views = node.args
-        shown: list[tuple[Any, ...]] = []
-        while part is not base and isinstance(part, torch.fx.Node) and is_view(part):
-            shown.insert(0, (part.target, part.args[1:], part.kwargs))
-            part = part.args[0]
-        if part is base and shown == [(view.target, tuple(view.args), view.kwargs) for view in views]:
+        chain = list(view_chain(part)) if isinstance(part, torch.fx.Node) else []
+        shown = [(n.target, n.args[1:], n.kwargs) for n in chain[: chain.index(base)]] if base in chain else None
+        if shown == [(view.target, tuple(view.args), view.kwargs) for view in reversed(views)]:
             node.replace_all_uses_with(base)
             graph.erase_node(node)
 
@@ -492,19 +487,8 @@ def _shared(graph: Graph) -> Iterable[Node]:
         chains[node].append(node)
     for chain in {id(chain): chain for chain in chains.values()}.values():
         is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
-        if on_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
+        if on_streams and is_input or len({*map(node_stream, set(chain).union(*map(readers_of, chain)))}) > 1:
             yield from chain
-
-
-def _streams_of_readers(node: Node) -> set[int]:
-    """Return the streams on which a value is read, also through views."""
-    found: set[int] = set()
-    for user in node.users:
-        if is_view(user):
-            found |= _streams_of_readers(user)
-        elif user.op == "call_function" and not is_stream_op(user):
-            found.add(node_stream(user))
-    return found
 
 
 def observer_init(original: Callable[..., None], observer: GraphTransformObserver, *args: Any, **kwargs: Any) -> None:

@@ -24,11 +24,11 @@ from torch._inductor.virtualized import V
 from torch_overlay import orders
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import (
+    base_of,
     blocks_host,
     is_device_synchronization,
     is_stream_op,
     is_synchronization,
-    is_view,
     node_stream,
     storage_node,
     updated_operands,
@@ -102,7 +102,7 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
     last_write: dict[torch.fx.Node, torch.fx.Node] = {}
     reads: dict[torch.fx.Node, set[torch.fx.Node]] = {}
     for node in nodes:
-        if node.op != "call_function" or is_view(node) or node.target is RECORD_STREAM:
+        if node.op != "call_function" or base_of(node) is not None or node.target is RECORD_STREAM:
             continue
         written = {storage_node(value) for value in updated_operands(node)}
         for memory in map(storage_node, node.all_input_nodes):
@@ -138,7 +138,7 @@ def touches_callers_memory(node: torch.fx.Node) -> bool:
     return (
         node.op == "call_function"
         and not is_stream_op(node)
-        and not is_view(node)
+        and base_of(node) is None
         and any(storage_node(value).op == "placeholder" for value in node.all_input_nodes)
     )
 

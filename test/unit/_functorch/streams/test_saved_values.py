@@ -10,8 +10,8 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from torch_overlay._functorch.streams.facts import fact_of, note_fact, NOTHING
 from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.memory import memory_writer
 from torch_overlay._functorch.streams.saved_values import (
-    memory_writer,
     place_saved,
     read_unordered,
     record_saved_gradients,
@@ -79,10 +79,13 @@ class TestSavedValues(PairCase):
     def test_readers_through_views(self):
         value = self.saved(self.made(1))
         view = self.view(self.view(value, 1), 1)
-        reader = self.reader(view, stream=2)
+        part = self.call(
+            self.backward, operator.getitem, self.call(self.backward, aten.split.Tensor, view, 1, stream=1), 0
+        )
+        readers = [self.reader(name, stream=2) for name in (view, part)]
         other = self.reader(self.reader(value, stream=1), stream=2)
         self.place()
-        self.assertEqual(fact_of(reader).after, (state(1),))
+        self.assertEqual([fact_of(reader).after for reader in readers], [(state(1),)] * 2)
         self.assertIsNone(fact_of(other).after)
 
     def test_memory_of_values(self):

@@ -1,6 +1,7 @@
 """Passes over graphs with streams: new nodes get streams, and removed nodes leave their order."""
 
 import copy
+import operator
 
 import torch
 from torch._inductor.pattern_matcher import (
@@ -156,10 +157,12 @@ class TestRemovedNodes(PassesTestCase):
     def test_through_a_view(self):
         gone = self.call(aten.mul.Tensor, self.x, 1, stream=1, after=(E1,))
         view = self.call(aten.alias.default, gone, stream=1)
-        reader = self.call(aten.sin.default, view, stream=2)
-        self.output(reader)
+        part = self.call(operator.getitem, self.call(aten.split.Tensor, gone, 2, stream=1), 0, stream=1)
+        readers = [self.call(aten.sin.default, name, stream=2) for name in (view, part)]
+        self.output(*readers)
         self.run_pass(lambda graph: self.remove(gone))
-        self.assertEqual(self.placed(reader), (2, {E1, state(1)}, {state(1)}))
+        for reader in readers:
+            self.assertEqual(self.placed(reader), (2, {E1, state(1)}, {state(1)}))
 
     def test_several_nodes_in_a_row(self):
         first = self.call(aten.mul.Tensor, self.x, 1, stream=1, after=(E1,))
