@@ -15,8 +15,7 @@ another, and a second process of the first and of relaunch's side measures last.
 
 Sides: `off` has no graph; `code` runs the code that relaunch's side compiles, without graphs; `pad` pads to the largest
 size, under trees; `replay` is a graph made by hand at the second call of each size, with its inputs copied in: the
-floor. The rows are in `shape_rows`. --jsonl FILE writes what
-tools/bench/gate.py compares.
+floor. The rows are in `shape_rows`. --jsonl FILE writes what tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
@@ -201,14 +200,14 @@ def _together(rows: Sequence[str], sides: Sequence[str], deadline: float) -> Ite
     from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
     processes = [(r, s, Process(r, s, environment_of(SIDES[s]), __file__)) for r in rows for s in sides]
-    warm: list[dict[str, Any]] = [{} for _ in processes]
-    for chosen in (range(0, len(processes), len(sides)), range(len(processes))):  # the first side's, then the others
-        new = [i for i in chosen if not warm[i]]
-        for i in new:
-            processes[i][2].tell("warm")
-        for i in new:
-            warm[i] = processes[i][2].answer(deadline - time.monotonic())
-    for (row, side, process), answer in zip(processes, warm):
+    chosen = processes[:: len(sides)]  # of the first side
+    warm: dict[Any, dict[str, Any]] = {}
+    for group in (chosen, [each for each in processes if each not in chosen]):
+        for *_, process in group:
+            process.tell("warm")
+        warm |= {process: process.answer(deadline - time.monotonic()) for *_, process in group}
+    for row, side, process in processes:
+        answer = warm[process]
         if "error" not in answer:
             process.tell("measure")
             answer |= process.answer(deadline - time.monotonic())

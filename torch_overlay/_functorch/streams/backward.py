@@ -252,15 +252,17 @@ def _before_updates(value: Node, rows: tuple[int, range]) -> Node:
     """Return the earliest value that has the same elements in these rows of a dimension."""
     dim, wanted = rows
     while True:
-        given: Any = value.args[0] if value.target in UPDATE_SELECTED else None
+        args: Any = value.args
+        at = selected(value) if value.target in UPDATE_SELECTED else None
         if value.target is torch.ops.aten.copy.default:
-            given = value.args[1]
-            old, new = given.meta["val"], value.meta["val"]  # type: ignore[union-attr]
+            old, new = args[1].meta["val"], value.meta["val"]
             if (old.dtype, old.device, old.shape) != (new.dtype, new.device, new.shape):
                 return value
-        elif given is None or (at := selected(value)) is None or at[0] != dim or not _are_apart(at[1], wanted):
+            value = args[1]
+        elif at is not None and at[0] == dim and _are_apart(at[1], wanted):
+            value = args[0]
+        else:
             return value
-        value = given
 
 
 def _are_apart(rows: range, others: range) -> bool:

@@ -235,7 +235,7 @@ def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
 
 
 class Memory(NamedTuple):
-    """Whose memory a value is. An update in place makes new memory in a functional graph, and none in eager."""
+    """The memory of a value. An update in place makes new memory in a functional graph, and none in eager."""
 
     node: Node  # allocates it: below views
     first: Node  # allocates it in eager: below views and updates in place
@@ -245,7 +245,7 @@ class Memory(NamedTuple):
 
 
 class MemoryTable:
-    """Whose memory each value of a traced graph is, by one walk over the graph before its nodes are placed."""
+    """The memory of each value of a traced graph, by one walk over the graph before its nodes are placed."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.output = graph, graph.output_node()
@@ -344,7 +344,7 @@ class MemoryTable:
         if base_of(node) is not None:  # a view launches nothing
             return ()
         targets, written = fact_of(node).eager_targets, _new_values(node).values()
-        # What an update of lists updates is known. A kernel of the user may update what has the same storage.
+        # The values that a list update writes are known. A kernel of the user may update others of the same storage.
         updates = _updates(node) and not (written and isinstance(node.target, torch._ops.OpOverload))
         found = set()
         for value in node.all_input_nodes:
