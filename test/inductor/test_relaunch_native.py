@@ -797,7 +797,7 @@ class TestArguments(TestCase):
         def run(inputs=(), constants=(), steps=(), results=()):
             self.call(numbers=(inputs, constants, steps, results))
 
-        run(((0, 0),), ((1, 0.5),), ((11, 0, 0), (6, 1, 2), (12, 0, 0), (15, 0, 0)))
+        run(((0, 0),), ((1, 0.5),), ((13, 0, 0), (6, 1, 2), (14, 0, 0), (17, 0, 0), (11, 1, 1)))
         self.check(TypeError, "the numbers must be a tuple, not int", self.call, numbers=3)
         self.check(TypeError, r"numbers are \(inputs, constants", self.call, numbers=((), ()))
         self.check(TypeError, "number 0 must be a tuple, not int", run, (3,))
@@ -808,7 +808,7 @@ class TestArguments(TestCase):
         self.check(OverflowError, "", run, (), ((0, 1 << 63),))
         self.check(TypeError, "step 0 must be a tuple", run, (), (), (None,))
         wrong = "a step of numbers takes what isn't there, or has another type"
-        for step in ((0, 0, 1), (16, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
+        for step in ((0, 0, 1), (18, 0, 0), (11, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
             self.check(ValueError, wrong, run, ((0, 0),), (), (step,))
         self.check(ValueError, wrong, run, ((0, 0),), ((1, 0.5),), ((0, 0, 1),))
         self.check(ValueError, "a result of numbers that nothing computes", run, ((0, 0),), (), (), (1,))

@@ -17,6 +17,8 @@ enum {
     FMUL,
     FDIV,
     FNEG,
+    CEIL,
+    FLOOR,
     FLOAT,
     MAX,
     POSITIVE,
@@ -41,7 +43,9 @@ void program_clear(Program *self) {
     memset(self, 0, sizeof *self);
 }
 
-static int takes_floats(int operation) { return operation >= FADD && operation <= FNEG; }
+static int takes_floats(int operation) { return operation >= FADD && operation <= FLOOR; }
+
+static int makes_a_float(int operation) { return (operation >= FADD && operation <= FNEG) || operation == FLOAT; }
 
 static int read_registers(Program *self, PyObject *inputs, PyObject *constants) {
     for (Py_ssize_t i = 0; i < self->inputs; i++) {
@@ -88,7 +92,7 @@ static int read_steps(Program *self, PyObject *steps, PyObject *results) {
             PyErr_SetString(PyExc_ValueError, "a step of numbers takes what isn't there, or has another type");
             return -1;
         }
-        self->is_float[first + i] = takes_floats(step->operation) || step->operation == FLOAT;
+        self->is_float[first + i] = (unsigned char)makes_a_float(step->operation);
     }
     for (Py_ssize_t i = 0; i < self->results; i++) {
         self->result[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(results, i));
@@ -137,6 +141,13 @@ static int divide(int64_t a, int64_t b, int64_t *quotient, int64_t *remainder) {
     return 1;
 }
 
+/* 0: the number has more bits than a float. */
+static int rounded(double value, int64_t *to) {
+    if (!(value >= -0x1p53 && value <= 0x1p53)) return 0;
+    *to = (int64_t)value;
+    return 1;
+}
+
 static int compute(const Step *step, const Number *from, Number *to) {
     const Number a = from[step->a], b = from[step->b];
     int64_t other;
@@ -152,6 +163,8 @@ static int compute(const Step *step, const Number *from, Number *to) {
     case FMUL: to->d = a.d * b.d; return 1;
     case FDIV: to->d = b.d == 0 ? 0 : a.d / b.d; return b.d != 0;
     case FNEG: to->d = -a.d; return 1;
+    case CEIL: return rounded(__builtin_ceil(a.d), &to->i);
+    case FLOOR: return rounded(__builtin_floor(a.d), &to->i);
     case FLOAT: to->d = (double)a.i; return a.i >= -(1LL << 53) && a.i <= 1LL << 53;
     case MAX: to->i = a.i > b.i ? a.i : b.i; return 1;
     case POSITIVE: to->i = a.i; return a.i > 0;

@@ -21,6 +21,7 @@ import torch
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import FULL
 from torch_overlay._inductor.relaunch.governor import Governor
+from torch_overlay._inductor.relaunch.steps import Steps
 
 
 if TYPE_CHECKING:
@@ -73,28 +74,32 @@ class CompiledRegion:
 
     def __init__(self, model: Callable[[list[Any]], Any], code: CodeFacts, device: Cuda) -> None:
         self.model, self.code, self.device = model, code, device
+        self.steps = Steps(model, device)
         self.outside: Counter[str] = Counter()
         self.governor = Governor()
 
-    def run(self, cause: str, inputs: list[Any], waiting: State | None = None) -> Any:
-        """Run the region as compiled, and count the cause. `waiting`: the state that waits for a capture meanwhile."""
+    def run(self, cause: str, inputs: list[Any], waiting: State | None = None, code: Any = None) -> Any:
+        """Run the region without a graph, and count the cause: as steps, if `code` isn't given. `waiting`: the state
+        that waits for a capture meanwhile."""
         self.outside[cause] += 1
+        code = code or (self.model if cause == "callers-capture" else self.steps.run)
         if cause == "warm-up":
-            return self.plain(inputs)
+            return self.plain(inputs, code)
         start = time.perf_counter()
-        result = self.plain(inputs)
+        result = self.plain(inputs, code)
         seconds = time.perf_counter() - start
         self.governor.note_call(seconds)
         if waiting is not None:
             waiting.waited += seconds
         return result
 
-    def plain(self, inputs: list[Any]) -> Any:
-        """Run the region as compiled. Compiled code aligns the inputs that it only reads; the ones that it writes are
-        aligned here. A partition returns the inputs that later ones use, which may write to them: these are no copies.
+    def plain(self, inputs: list[Any], code: Callable[[list[Any]], Any] | None = None) -> Any:
+        """Run the region as compiled, or its code in another form. It aligns the inputs that it only reads; those that
+        it writes are aligned here. A partition returns the inputs that later ones use, which may write to them: these
+        are no copies.
         """
         clones = self.align(inputs, self.code.mutated_inputs)
-        result = self.model(inputs)
+        result = (code or self.model)(inputs)
         for _, original, clone in clones:
             copy_back(original, clone)
         if not clones or not isinstance(result, (list, tuple)):

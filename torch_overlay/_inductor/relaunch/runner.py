@@ -104,8 +104,8 @@ class FirstRuns:
     def __init__(self, region: CompiledRegion) -> None:
         self.region, self.device, self.is_backward = region, region.device, region.code.is_backward
 
-    def run(self, inputs: list[Any]) -> Any:
-        return self.region.run("warm-up", inputs)
+    def run(self, inputs: list[Any], code: Any = None) -> Any:
+        return self.region.run("warm-up", inputs, code=code)
 
     def observe(self, inputs: list[Any]) -> Run:
         given, generators = storages(inputs), self.device.generators(inputs)
@@ -117,7 +117,7 @@ class FirstRuns:
         namespace = namespace_of(self.region.model)
         watch = Watch(observer, lambda number, call: call(), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
-            result = self.run(inputs)
+            result = self.run(inputs, self.region.model)
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]

@@ -5,6 +5,7 @@ are expressions:
 
     add sub mul floordiv mod neg        of integers, as Python computes them
     fadd fsub fmul fdiv fneg            of floats
+    ceil floor                          a float as an integer
     float                               an integer as a float
     max                                 of two integers
     positive nonzero zero               an integer itself; it is unfit if it is anything else
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
@@ -56,6 +58,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "fmul": operator.mul,
     "fdiv": operator.truediv,
     "fneg": operator.neg,
+    "ceil": math.ceil,
+    "floor": math.floor,
     "float": float,
 }
 SAID = {"positive": lambda v: v > 0, "nonzero": lambda v: v != 0, "zero": lambda v: v == 0}
@@ -114,7 +118,7 @@ def evaluate(expression: Expression, inputs: Any) -> Any:
     if kind == "const":
         return _fit(operands[0])
     values = [evaluate(operand, inputs) for operand in operands]
-    if kind == "float" and abs(values[0]) > 1 << BITS_OF_FLOAT:
+    if kind in ("float", "ceil", "floor") and not abs(values[0]) <= 1 << BITS_OF_FLOAT:
         raise Unfit(f"{values[0]} has more than {BITS_OF_FLOAT} bits")
     try:
         return _fit(OPERATIONS[kind](*values))

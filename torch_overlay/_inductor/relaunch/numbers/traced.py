@@ -7,6 +7,9 @@ number. So nothing uses a traced number unnoticed.
 Where decisions are noted (`deciding`), an integer may be compared: the outcome becomes an expression that is unfit for
 numbers with another outcome.
 
+A `followed` number is a traced one that is an int or float as well. Where code needs the plain value, it gets it, and
+only a second run with other numbers shows that it did.
+
 Proves which words of a graph are computed from numbers, and computes them for a launch.
 
 Each capture of a region traces its numbers (`traced`), with other values in the second one. The same parameters must be
@@ -71,8 +74,6 @@ def deciding(decisions: dict[Expression, None]) -> Iterator[None]:
 class Traced:
     """A number of a region, with the expression that it is of the region's inputs."""
 
-    __slots__ = ("expression", "size", "value")
-
     def __init__(self, value: Any, expression: Expression, size: int = 0) -> None:
         self.value, self.expression, self.size = value, expression, size
         if size > LARGEST:
@@ -92,9 +93,13 @@ class Traced:
         return self
 
     def __floor__(self) -> Traced:
-        return self if type(self.value) is int else self.escape("it is rounded")
+        return self if type(self.value) is int else _operation("floor", self)
 
-    __ceil__ = __trunc__ = __floor__
+    def __ceil__(self) -> Traced:
+        return self if type(self.value) is int else _operation("ceil", self)
+
+    def __trunc__(self) -> Traced:
+        return self if type(self.value) is int else self.escape("it is rounded to zero")
 
     def __pow__(self, exponent: Any) -> Traced:
         if type(self.value) is not int or type(exponent) is not int or not 1 <= exponent <= 8:
@@ -131,7 +136,8 @@ def _operation(name: str, *operands: Traced) -> Traced:
     except (ZeroDivisionError, OverflowError) as error:
         raise NumberEscaped(every, str(error)) from None
     expression = (name, *[v.expression for v in operands])
-    return Traced(value, expression, 1 + sum(v.size for v in operands))
+    kind = followed if any(isinstance(v, FOLLOWED) for v in operands) else Traced
+    return kind(value, expression, 1 + sum(v.size for v in operands))
 
 
 def _operator(name: str, is_reflected: bool) -> Callable[..., Traced]:
@@ -201,6 +207,40 @@ _ASKED = "int index float complex hash str format round abs len iter getitem con
 _ASKED += " and rand or ror xor rxor lshift rlshift rshift rrshift divmod rdivmod rpow"
 for _method in _ASKED.split():
     setattr(Traced, f"__{_method}__", _escaping(f"__{_method}__"))
+
+
+class FollowedInt(Traced, int):  # type: ignore[misc]
+    def __new__(cls, value: int, *_: Any) -> FollowedInt:
+        return int.__new__(cls, value)
+
+
+class FollowedFloat(Traced, float):  # type: ignore[misc]
+    def __new__(cls, value: float, *_: Any) -> FollowedFloat:
+        return float.__new__(cls, value)
+
+
+FOLLOWED = FollowedInt, FollowedFloat
+
+
+def followed(value: Any, expression: Expression, size: int = 0) -> Any:
+    """Return a number that is traced as long as code only computes with it, and else an ordinary one."""
+    return (FollowedFloat if type(value) is float else FollowedInt)(value, expression, size)
+
+
+def _or_plain(name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Traced, *others: Any) -> Any:
+        try:
+            return traced(self, *others)
+        except NumberEscaped:
+            return getattr(self.value, name)(*[v.value if isinstance(v, Traced) else v for v in others])
+
+    return method
+
+
+for _kind, _base in ((FollowedInt, int), (FollowedFloat, float)):
+    for _name in vars(Traced).keys() & vars(_base).keys() - {"__new__", "__init__", "__repr__", "__doc__"}:
+        _is_asked = _name.strip("_") in _ASKED.split()
+        setattr(_kind, _name, getattr(_base, _name) if _is_asked else _or_plain(_name, getattr(Traced, _name)))
 
 
 class NumberUse(NamedTuple):

@@ -1,0 +1,304 @@
+"""Tests of generated code that C runs as steps: `relaunch.steps`. Compiled for the CPU, the code calls all its kernels;
+kernels that C launches are those of a driver that records them."""
+
+import ctypes
+import itertools
+import threading
+import types
+import weakref
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.test_case import TestCase
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import form  # noqa: F401
+from stand_ins import relaunch_driver
+from stand_ins.relaunch_driver import function, word
+from torch_overlay._inductor.relaunch import steps
+from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.steps import Steps
+
+
+DEVICE = types.SimpleNamespace(index=0, stream_of=lambda index: 7, current=lambda: 0)
+N = ("input", 0, int)
+
+
+class StepsTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        relaunch_driver.driver().library.stub_reset()
+        patched = mock.patch.object(executable, "implementation", relaunch_driver.module)
+        patched.start()
+        self.addCleanup(patched.stop)
+        self.steps = []
+
+    def compiled(self, fn, **options):
+        """Compile for any size, and run each graph's code as steps where that can be."""
+        made = {}
+        original = CompiledFxGraph.__call__
+
+        def call(graph, inputs):
+            if id(graph) not in made:  # the first call is a warm-up
+                made[id(graph)] = Steps(graph.current_callable, DEVICE)
+                self.steps.append(made[id(graph)])
+                return original(graph, inputs)
+            result = made[id(graph)].run(inputs)
+            self.assertEqual(inputs, [])
+            return result
+
+        patched = mock.patch.object(CompiledFxGraph, "__call__", call)
+        patched.start()
+        self.addCleanup(patched.stop)
+        torch._dynamo.reset()
+        return torch.compile(fn, dynamic=True, **options)
+
+    def check(self, fn, *calls, **options):
+        """Compare calls with those of the code as it is, bit by bit. Return the numbers of runs as steps."""
+        torch._dynamo.reset()
+        plain = torch.compile(fn, dynamic=True, **options)
+        expected = [plain(*args) for args in calls]
+        compiled = self.compiled(fn, **options)
+        for args, wanted in zip(calls, expected):
+            self.assertEqual(compiled(*args), wanted, rtol=0, atol=0)
+        return [each.runs for each in self.steps]
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = torch.nn.Embedding(50, 32), torch.nn.LayerNorm(32)
+        self.inner, self.outer = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q, k, v = self.inner(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        return self.norm(x + self.outer(y)).softmax(-1).cumsum(1)
+
+
+class TestSteps(StepsTestCase):
+    def test_attention_of_any_length(self):
+        torch.manual_seed(0)
+        block = Block().eval()
+        calls = [(torch.randint(50, (b, n)),) for b, n in itertools.product((2, 3), (4, 9, 7, 33, 9))]
+        with torch.no_grad():
+            self.assertEqual(self.check(block, *calls), [6])  # it is followed once more where the batch changes
+
+    def test_training(self):
+        torch.manual_seed(0)
+        block = Block()
+
+        def step(compiled, tokens):
+            block.zero_grad()
+            compiled(tokens).square().sum().backward()
+            return [p.grad.clone() for p in block.parameters()]
+
+        calls = [torch.randint(50, (2, n)) for n in (4, 9, 7, 33, 9)]
+        torch._dynamo.reset()
+        plain = torch.compile(block, dynamic=True)
+        expected = [step(plain, tokens) for tokens in calls]
+        compiled = self.compiled(block)
+        for tokens, wanted in zip(calls, expected):
+            self.assertEqual(step(compiled, tokens), wanted, rtol=0, atol=0)
+        self.assertEqual([each.runs for each in self.steps], [2, 2])
+
+    def test_operators_lists_and_results_that_are_inputs(self):
+        def fn(x, y):
+            z, order = torch.sort(torch.cat([x, y, x * 2], 1), dim=1)
+            return z @ z.t(), order, x, x.shape[1] * 3, torch.stack([z, z]), None
+
+        calls = [(torch.randn(4, n), torch.randn(4, m)) for n, m in ((3, 5), (4, 9), (7, 6), (2, 2), (8, 3))]
+        self.assertEqual(self.check(fn, *calls), [2])
+
+    def test_updates_of_inputs(self):
+        def fn(x, y):
+            x.add_(y)
+            return x @ y.t()
+
+        def calls():
+            torch.manual_seed(1)
+            return [(torch.randn(n, 6), torch.randn(n, 6)) for n in (3, 5, 4, 7)]
+
+        plain, ours = calls(), calls()
+        torch._dynamo.reset()
+        expected = [torch.compile(fn, dynamic=True)(*args) for args in plain]
+        compiled = self.compiled(fn)
+        self.assertEqual([compiled(*args) for args in ours], expected, rtol=0, atol=0)
+        self.assertEqual(ours, plain, rtol=0, atol=0)
+        self.assertEqual([each.runs for each in self.steps], [1])
+
+    def test_random_numbers_are_those_of_the_code(self):
+        def fn(x):
+            return F.dropout(x, 0.5) @ x.t()
+
+        calls = [torch.randn(n, 8) for n in (3, 5, 9, 4)]
+        torch._dynamo.reset()
+        plain = torch.compile(fn, dynamic=True)
+        torch.manual_seed(3)
+        expected = [plain(x) for x in calls]
+        compiled = self.compiled(fn)
+        torch.manual_seed(3)
+        self.assertEqual([compiled(x) for x in calls], expected, rtol=0, atol=0)
+        self.assertEqual([each.runs for each in self.steps], [1])
+
+    def test_number_that_was_the_same_is_a_condition(self):
+        def fn(x, n):
+            return (x * n).sum(0) @ x.t()
+
+        calls = [(torch.randn(k, 6), n) for k, n in ((3, 4), (5, 4), (6, 4), (7, 5), (8, 6), (8, 4))]
+        self.assertEqual(self.check(fn, *calls), [2])  # it is followed once more at the first 5
+
+    def test_inputs_are_freed_as_soon_as_no_step_takes_them(self):
+        alive = []
+
+        def seen(x):
+            alive.append([ref() is not None for ref in refs])
+            return x.clone()
+
+        with torch.library._scoped_library("overlay_steps", "FRAGMENT") as library:
+            library.define("seen(Tensor x) -> Tensor")
+            library.impl("seen", seen, "CPU")
+            library.impl("seen", torch.empty_like, "Meta")
+
+            def fn(x, y):
+                first = torch.ops.overlay_steps.seen((x @ x).sum(0))
+                return first + torch.ops.overlay_steps.seen(y @ first)
+
+            self.compiled(fn)
+            compiled = torch.compile(fn, dynamic=True)
+            for n in (3, 4, 5, 6):
+                given = [torch.randn(n, n), torch.randn(n, n)]
+                refs = [weakref.ref(v) for v in given]
+                compiled(given.pop(0), given.pop(0))
+        self.assertEqual([each.runs for each in self.steps], [1])
+        self.assertEqual(alive[-2:], alive[2:4])  # as the code does it
+
+    def test_error_of_an_operator(self):
+        def checked(x):
+            if x.shape[0] == 13:
+                raise ValueError("thirteen")
+            return x.clone()
+
+        with torch.library._scoped_library("overlay_steps", "FRAGMENT") as library:
+            library.define("checked(Tensor x) -> Tensor")
+            library.impl("checked", checked, "CPU")
+            library.impl("checked", torch.empty_like, "Meta")
+            compiled = self.compiled(lambda x: torch.ops.overlay_steps.checked(x * 2) + 1)
+            for n in (3, 4, 5):
+                compiled(torch.randn(n))
+            with self.assertRaisesRegex(ValueError, "thirteen"):
+                compiled(torch.randn(13))
+            x = torch.randn(6)
+            self.assertEqual(compiled(x), x * 2 + 1)
+            self.assertEqual([each.runs for each in self.steps], [1])
+
+    def test_threads(self):
+        calls = [torch.randn(n, 8) for n in range(3, 40)]
+        compiled = self.compiled(lambda x: (x @ x.t()).softmax(-1) @ x)
+        for x in calls[:3]:
+            compiled(x)
+        wrong = []
+
+        def serve():
+            for x in calls:
+                if not torch.equal(compiled(x), torch.compile(lambda x: (x @ x.t()).softmax(-1) @ x)(x)):
+                    wrong.append(x.shape)
+
+        threads = [threading.Thread(target=serve) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+
+    def test_code_under_a_dispatch_mode_runs_as_it_is(self):
+        seen = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        compiled = self.compiled(lambda x: x @ x.t())
+        for n in (3, 4, 5, 6):
+            compiled(torch.randn(n, 4))
+        (code,) = self.steps
+        inputs = []
+        with mock.patch.object(code, "model", lambda given: inputs.extend(given)), Mode():
+            code.run([5])
+        self.assertEqual((inputs, code.runs), ([5], 1))
+
+
+class Kernel:
+    """As torch's static launcher has it."""
+
+    arg_tys, num_warps, shared, name = "OOil", 4, 48, "triton_poi"
+    has_global_scratch, has_profile_scratch = True, False
+
+    def __init__(self):
+        self.function = function(8, 8, 4, 8, 8)
+
+
+class TestKernels(StepsTestCase):
+    def in_c(self, shown, conditions=()):
+        bound = {"index": 0, "stream_of": lambda index: 0x55, "current": lambda: 0}
+        arguments = steps._Builder(shown).arguments(conditions)
+        return relaunch_driver.module().steps(**arguments, **bound, inputs=shown.inputs)
+
+    def shown(
+        self,
+        grid=None,
+    ):
+        twice = steps.Number(("mul", N, ("const", 2, "")), False)
+        blocks = steps.Number(("floordiv", ("add", N, ("const", 127, "")), ("const", 128, "")), False)
+        arguments = steps.Slot(1), None, twice, 5
+        kernel = steps.Kernel(Kernel(), grid or (blocks, 1, 1), arguments)
+        return steps.Followed([kernel], steps.Slot(1), 2, 2, {0: 300}, {})
+
+    def launched(self, in_c, inputs):
+        driver = relaunch_driver.driver()
+        driver.take()
+        self.assertIsNotNone(in_c.run(inputs))
+        return driver.take()
+
+    def test_parameters_grid_and_stream(self):
+        in_c = self.in_c(self.shown())
+        x = torch.zeros(4)
+        ((kind, name, grid, block, shared, stream, values, _),) = self.launched(in_c, [300, x])
+        self.assertEqual((kind, grid, block, shared, stream), ("run", "3,1,1", "128,1,1", "48", "0x55"))
+        wanted = [word(x.data_ptr()), word(0), (600).to_bytes(4, "little"), word(5), word(0)]
+        self.assertEqual(values, ",".join(each.hex() for each in wanted))
+        ((*_, grid, _, _, _, _, _),) = self.launched(in_c, [1, x])
+        self.assertEqual(grid, "1,1,1")
+
+    def test_no_blocks_are_no_launch(self):
+        in_c = self.in_c(self.shown())
+        self.assertEqual(self.launched(in_c, [0, torch.zeros(4)]), [])
+
+    def test_numbers_that_do_not_fit_leave_the_inputs(self):
+        in_c = self.in_c(self.shown(), [("positive", ("sub", ("const", 9000, ""), N))])
+        for number in (1 << 31, 9001, 1.0, True):
+            inputs = [number, torch.zeros(4)]
+            self.assertIsNone(in_c.run(inputs))
+            self.assertEqual(len(inputs), 2)
+        self.assertEqual(in_c.runs, 0)
+
+    def test_other_device_and_missing_context(self):
+        in_c = self.in_c(self.shown())
+        library = relaunch_driver.driver().library
+        library.forget_context()
+        self.addCleanup(library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
+        self.assertIsNone(in_c.run([300, torch.zeros(4)]))
+
+    def test_error_of_the_driver(self):
+        in_c = self.in_c(self.shown())
+        relaunch_driver.driver().fail("cuLaunchKernelEx", 700)
+        with self.assertRaisesRegex(RuntimeError, "cuLaunchKernelEx.*triton_poi"):
+            in_c.run([300, torch.zeros(4)])
+
+
+if __name__ == "__main__":
+    torch._dynamo.test_case.run_tests()

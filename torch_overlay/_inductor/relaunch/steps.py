@@ -1,0 +1,589 @@
+"""Runs generated code as steps: what it does outside of kernels is data, which C runs for any size.
+
+    steps = Steps(model, code, device)
+    result = steps.run(inputs)          # as the model, whose list of inputs is empty afterwards
+
+Note [Code as steps]
+Generated code is a list of calls: functions allocate memory, make views, call a library, check, and launch kernels.
+Python takes longer for it than the device where sizes are small, and a size that a graph wasn't captured for pays that.
+1. A call with `followed` numbers shows the steps (`Follower`): each function with its arguments, which are tensors,
+   constants, and expressions of the region's numbers. The functions among the globals of the generated module note
+   what they are called with, and a dispatch mode notes the operators that code calls in another way. The call runs as
+   usual meanwhile, so no step is taken twice.
+2. What code does with a number unnoticed, a second call with other numbers shows: then its steps aren't the same.
+   Numbers that were the same in both calls are conditions. A call in which one has another value is followed again.
+3. C takes the steps (`csrc/steps.c`): it computes the numbers, launches Triton's kernels by the driver, and calls all
+   other functions as generated code does, on tensors that it drops after their last use. So memory is allocated and
+   freed as before, and libraries choose what they launch.
+Code is run as it is where it uses a global, a context or an object that isn't known here (`why_not`), among them
+streams; where another dispatch mode is active; and for numbers that lead to other steps.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dis
+import functools
+import math
+import threading
+import types
+import weakref
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch._inductor.select_algorithm import extern_kernels
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_overlay._inductor.relaunch.capture.allocations import ALLOCATOR, namespace_of
+from torch_overlay._inductor.relaunch.causes import log
+from torch_overlay._inductor.relaunch.keys import bit_key
+from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES
+from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, plain, POINTER_LETTER
+from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, Traced
+from torch_overlay._inductor.relaunch.proof.functions import binary_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
+    from torch_overlay._inductor.relaunch.numbers.expressions import Expression
+
+MOST = 6  # calls that are followed
+GRID = "I"  # the type of a number of blocks
+WARP = 32
+UNNOTED = "get_raw_stream", "device"  # functions without an effect
+IN_CUDA = "_DeviceGuard", "set_device"
+RENAMES = "copy_if_misaligned"  # may return its argument
+OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+VALUES = torch.dtype, torch.layout, torch.memory_format, torch.device
+
+
+class Slot(NamedTuple):
+    """A tensor, by the number of its slot. The first ones are those of the inputs."""
+
+    number: int
+
+
+class Number(NamedTuple):
+    expression: Expression
+    is_float: bool
+
+
+class Call(NamedTuple):
+    """`kept`: (position in what it returns, slot); the position is -1 for the whole."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    kept: tuple[tuple[int, int], ...]
+
+
+class Kernel(NamedTuple):
+    """`binary`: of torch's static launcher; `grid` and `arguments`: slots, numbers, and plain values."""
+
+    binary: Any
+    grid: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+
+
+class Followed(NamedTuple):
+    """What one call showed. `numbers`: those among its inputs, by position; `inputs`: how many it had."""
+
+    steps: list[Call | Kernel]
+    result: Any
+    inputs: int
+    slots: int
+    numbers: dict[int, Any]
+    decisions: dict[Expression, None]
+
+
+class Follower(TorchDispatchMode):
+    """Notes the steps of one call of generated code, in this thread. `why_not`: why they can't be taken from C."""
+
+    def __init__(self, device: Cuda, namespace: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.thread, self.stream = threading.get_ident(), device.stream_of(device.index)
+        self.device = device
+        self.steps: list[Call | Kernel] = []
+        self.why_not = ""
+        self.slots = 0
+        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._constants = {id(v) for v in namespace.values() if isinstance(v, torch.Tensor)}
+        self._depth = 0  # inside a noted function
+
+    def refuse(self, why: str) -> None:
+        self.why_not = self.why_not or why
+
+    def add(self, tensor: Any) -> int:
+        """Give a value a slot of its own."""
+        if isinstance(tensor, torch.Tensor):
+            self._known[id(tensor)] = weakref.ref(tensor), self.slots
+        self.slots += 1
+        return self.slots - 1
+
+    def slot_of(self, tensor: torch.Tensor) -> int | None:
+        ref, slot = self._known.get(id(tensor), (None, 0))
+        return slot if ref is not None and ref() is tensor else None
+
+    def operand(self, value: Any) -> Any:
+        """Return a value as data."""
+        if isinstance(value, torch.Tensor):
+            slot = self.slot_of(value)
+            if slot is not None:
+                return Slot(slot)
+            if id(value) not in self._constants:
+                self.refuse("it uses a tensor that no step made")
+        if isinstance(value, Traced):
+            return Number(value.expression, type(value.value) is float)
+        if isinstance(value, (tuple, list)):
+            return (list if type(value) is list else tuple)(map(self.operand, value))
+        if isinstance(value, dict):
+            self.refuse("it passes a dict")
+        return value
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and note it."""
+        given = plain(args), {name: plain(value) for name, value in kwargs.items()}
+        if self._depth or threading.get_ident() != self.thread:
+            return function(*given[0], **given[1])
+        arguments: tuple[Any, ...] = ()
+        with self.noting():
+            arguments = tuple(map(self.operand, (*args, *kwargs.values())))
+        result = self._inside(function, given)
+        with self.noting():
+            self._note(Call(function, arguments, tuple(kwargs), ()), result)
+        return result
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Code runs on, whatever comes of the notes."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(f"{type(error).__name__}: {error}")
+
+    def _note(self, step: Call, result: Any) -> None:
+        function = step.function
+        made = list(enumerate(result)) if isinstance(result, (tuple, list)) else [(-1, result)]
+        renames = getattr(function, "__name__", "").endswith(RENAMES)
+        new = [(i, v) for i, v in made if isinstance(v, torch.Tensor) and (renames or self.slot_of(v) is None)]
+        if type(result) in NUMBERS or any(isinstance(v, (tuple, list)) for _, v in made):
+            self.refuse(f"{_name(function)} returns what is no tensor")
+        self.steps.append(step._replace(kept=tuple([(i, self.add(v)) for i, v in new])))
+        if self.device.stream_of(self.device.index) != self.stream:
+            self.refuse("it changes the current stream")
+
+    def _inside(self, function: Any, given: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
+        self._depth += 1
+        try:
+            return function(*given[0], **given[1])
+        finally:
+            self._depth -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._depth and not isinstance(func, torch._ops.OpOverload):
+            self.refuse(f"it calls {_name(func)}")
+        return self.call(func, *args, **(kwargs or {}))
+
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """Launch a Triton kernel, and note how its launcher does it."""
+        if self._depth or threading.get_ident() != self.thread:
+            return kernel.run(*args, **kwargs)
+        named = {name: plain(value) for name, value in kwargs.items()}
+        if named.get("stream") != self.stream:
+            self.refuse("it launches a kernel on another stream")
+        result = self._inside(kernel.run, (plain(args), named))
+        with self.noting():
+            self.steps.append(self._kernel(kernel, args, kwargs) or self._run(kernel, args, kwargs))
+        return result
+
+    def _run(self, kernel: Any, args: Any, kwargs: Any) -> Call:
+        """Return the launch as a call. The stream is found at each run: the step takes a slot that C fills."""
+        rest = {name: value for name, value in kwargs.items() if name != "stream"}
+        function = _OnStream(kernel, self.device)
+        return Call(function, tuple(map(self.operand, (*args, *rest.values()))), tuple(rest), ())
+
+    def _kernel(self, kernel: Any, args: Any, kwargs: Any) -> Kernel | None:
+        """Return a launch by torch's static launcher; None if it is another one."""
+        launchers = getattr(kernel, "launchers", ())
+        if len(launchers) != 1 or set(kwargs) != {"stream"} or getattr(kernel, "_cached_launcher", None) is None:
+            return None
+        (launcher,) = launchers
+        if not getattr(launcher, "_is_static", False):
+            return None
+        binary = binary_of(launcher)
+        letters = binary.arg_tys
+        if not set(letters) <= {POINTER_LETTER, *TYPES} or not binary.function:
+            return None
+        if getattr(binary, "global_scratch_size", 0) or getattr(binary, "device_agnostic", False):
+            return None
+        made: list[Kernel] = []
+
+        def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
+            if len(arguments) == len(letters) and all(map(_fits, letters, arguments)):
+                grid = tuple(map(self.operand, (x, y, z)))
+                made.append(Kernel(binary, grid, tuple(map(self.operand, arguments))))
+
+        called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
+        try:
+            called(*args, **kwargs)
+        except Exception as error:  # a launcher that does more than to compute a grid
+            log.info("%s is launched from Python: %s", getattr(binary, "name", "a kernel"), error)
+        return made[0] if made else None
+
+
+def _fits(letter: str, value: Any) -> bool:
+    is_pointer = isinstance(value, torch.Tensor) or value is None
+    return is_pointer if letter == POINTER_LETTER else isinstance(value, (int, float))
+
+
+class _OnStream:
+    """Runs a kernel by its own launcher, on the stream that is current."""
+
+    def __init__(self, kernel: Any, device: Cuda) -> None:
+        self.kernel, self.device = kernel, device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.kernel.run(*args, stream=self.device.stream_of(self.device.index), **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnStream) and other.kernel is self.kernel
+
+    def __hash__(self) -> int:
+        return id(self.kernel)
+
+
+class _Launched:
+    """Stands for a kernel among the globals of generated code."""
+
+    def __init__(self, kernel: Any, follower: Follower) -> None:
+        self._kernel = kernel
+        self.run = functools.partial(follower.launch, kernel)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+
+class _Noted:
+    """Stands for a function, or for what has functions, such as `extern_kernels` and `torch.ops.aten`."""
+
+    def __init__(self, target: Any, follower: Follower) -> None:
+        self._target, self._follower = target, follower
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._follower.call(self._target, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return _Noted(getattr(self._target, name), self._follower)
+
+
+class _Torch:
+    """Stands for the module `torch`, or for `torch.cuda`, of which only `known` names may be used."""
+
+    def __init__(self, follower: Follower, module: Any, known: Sequence[str] | None = None) -> None:
+        self._follower, self._module, self._known = follower, module, known
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if threading.get_ident() != self._follower.thread:
+            return value
+        if self._known is not None:
+            if name not in self._known:
+                self._follower.refuse(f"it uses torch.cuda.{name}")
+            return value
+        if name == "cuda":
+            return _Torch(self._follower, value, IN_CUDA)
+        if isinstance(value, (*VALUES, type)):
+            return value
+        if name != "ops" and (isinstance(value, types.ModuleType) or not callable(value)):
+            self._follower.refuse(f"it uses torch.{name}")
+            return value
+        return _Noted(value, self._follower)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _codes(model: Any, namespace: dict[str, Any]) -> Iterator[types.CodeType]:
+    """Yield the code of a generated function, and of those of its module that it uses."""
+    while not hasattr(model, "__code__"):
+        model = getattr(model, "__func__", None) or model.func
+    waiting, seen = [model.__code__], set()
+    while waiting:
+        if (code := waiting.pop()) in seen:
+            continue
+        seen.add(code)
+        yield code
+        used: list[Any] = [namespace.get(name) for name in globals_of(code)]
+        waiting += [v.__code__ for v in used if _is_own(v, namespace)]
+        waiting += [v for v in code.co_consts if isinstance(v, types.CodeType)]
+
+
+def _is_own(value: Any, namespace: Mapping[str, Any]) -> bool:
+    return isinstance(value, types.FunctionType) and value.__globals__ is namespace
+
+
+def globals_of(code: types.CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def stand_ins(model: Any, namespace: dict[str, Any], follower: Follower) -> dict[str, Any]:
+    """Return what takes the place of the globals that generated code uses."""
+    made: dict[str, Any] = {}
+    for code in _codes(model, namespace):
+        if "partitions" in code.co_names:
+            follower.refuse("it calls partitions")
+        for name in globals_of(code):
+            value = namespace[name] if name in namespace else getattr(builtins, name)
+            if name in COMPARING:
+                made[name] = COMPARING[name]
+            elif value is torch:
+                made[name] = _Torch(follower, torch)
+            elif value is extern_kernels or isinstance(value, (torch._ops._OpNamespace, *OPERATORS)):
+                made[name] = _Noted(value, follower)
+            elif hasattr(value, "run") and not isinstance(value, types.ModuleType):
+                made[name] = _Launched(value, follower)
+            elif value is math or name in UNNOTED or _is_own(value, namespace) or name not in namespace:
+                continue
+            elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+                made[name] = _Noted(value, follower)
+            elif not isinstance(value, (torch.Tensor, int, float, str, type, *VALUES, type(None))):
+                follower.refuse(f"it uses {name}")
+    return made
+
+
+def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -> tuple[Any, Followed | str]:
+    """Run generated code. Return its result, and what it did; or why that can't be taken for steps."""
+    namespace = namespace_of(model) or {}
+    follower = Follower(device, namespace)
+    count, numbers = len(inputs), {k: v for k, v in enumerate(inputs) if type(v) in NUMBERS}
+    for value in inputs:
+        follower.add(value)
+        if not isinstance(value, (torch.Tensor, type(None))) and type(value) not in NUMBERS:
+            follower.refuse(f"an input is a {type(value).__name__}")
+    inputs[:] = [followed(v, ("input", k, type(v))) if k in numbers else v for k, v in enumerate(inputs)]
+    decisions: dict[Expression, None] = {}
+    made: dict[str, Any] = {}
+    with follower.noting():
+        made = stand_ins(model, namespace, follower)
+    originals = {name: namespace[name] for name in made if name in namespace}
+    try:
+        namespace.update(made)
+        with follower, deciding(decisions):
+            result = model(inputs)
+    finally:
+        namespace.update(originals)
+        for name in made.keys() - originals:
+            namespace.pop(name, None)
+    shown = follower.operand(tuple(result) if isinstance(result, (list, tuple)) else result)
+    result = plain(result)  # a number may be one of the followed
+    if follower.why_not:
+        return result, follower.why_not
+    return result, Followed(follower.steps, shown, count, follower.slots, numbers, decisions)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """True if two steps, or operands of them, are the same."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (Slot, Number)):
+        return a == b
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, (int, float, str)):
+        return bit_key(a) == bit_key(b)
+    return a is b or (isinstance(a, (*VALUES, _OnStream)) and a == b)
+
+
+SLOT, CONSTANT, POOLED, BUILT = range(4)  # kinds of operands, as in the C source
+POINTER, NULL_POINTER, WORD, BYTES = range(4)  # kinds of parameters
+NUMBER_I, NUMBER_F, TUPLE, LIST = range(4)  # kinds of what is built
+
+
+class _Builder:
+    """Puts steps into the form that C reads. Numbers, and tuples without slots, are built once a run, `pool`; other
+    tuples and lists whenever a step takes them, `built`. Words are values of kernels' parameters, by type."""
+
+    def __init__(self, shown: Followed) -> None:
+        self.shown = shown
+        self.words: dict[tuple[str, Expression], int] = {}
+        self.numbers: dict[Expression, int] = {}
+        self.pool: dict[tuple[int, Any], int] = {}
+        self.built: list[tuple[Any, ...]] = []
+        self.constants: list[Any] = []
+        self.kept: list[Any] = []  # alive, beside the constants
+        self.drops = _drops(shown)
+
+    def arguments(self, conditions: Sequence[Expression]) -> dict[str, Any]:
+        for _ in range(2):  # the first time, only to know how many words and pooled objects there are
+            self.built, self.constants, self.kept = [], [], []
+            steps = tuple([self._step(i, step) for i, step in enumerate(self.shown.steps)])
+            result = self._operand(self.shown.result)
+        program = RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions)
+        pooled = [
+            (kind, len(self.words) + self.numbers[of], ()) if kind <= NUMBER_F else (kind, 0, of)
+            for kind, of in self.pool
+        ]
+        return {
+            "numbers": (program.inputs, program.constants, program.code, program.results),
+            "words": tuple([LETTERS.index(letter) for letter, _ in self.words]),
+            "constants": tuple(self.constants),
+            "builds": (*pooled, *self.built),
+            "pooled": len(pooled),
+            "steps": steps,
+            "result": result,
+            "slots": self.shown.slots,
+            "kept": tuple(self.kept),
+        }
+
+    def _operand(self, value: Any) -> tuple[int, int]:
+        if isinstance(value, Slot):
+            return SLOT, value.number
+        if isinstance(value, Number):
+            self.numbers.setdefault(value.expression, len(self.numbers))
+            return POOLED, self._pooled(NUMBER_F if value.is_float else NUMBER_I, value.expression)
+        if isinstance(value, (tuple, list)):
+            items = tuple(map(self._operand, value))
+            kinds = {kind for kind, _ in items}
+            if type(value) is tuple and kinds <= {CONSTANT, POOLED}:
+                return (POOLED, self._pooled(TUPLE, items)) if POOLED in kinds else self._constant(value)
+            self.built.append((TUPLE if type(value) is tuple else LIST, 0, items))
+            return BUILT, len(self.pool) + len(self.built) - 1
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> tuple[int, int]:
+        self.constants.append(value)
+        return CONSTANT, len(self.constants) - 1
+
+    def _pooled(self, kind: int, of: Any) -> int:
+        return self.pool.setdefault((kind, of), len(self.pool))
+
+    def _step(self, i: int, step: Call | Kernel) -> tuple[Any, ...]:
+        if isinstance(step, Call):
+            arguments = tuple(map(self._operand, step.arguments))
+            return step.function, step.names, arguments, step.kept, self.drops[i], 0, 0, 0, ""
+        binary = step.binary
+        grid = tuple([self._word(GRID, v)[:2] if isinstance(v, Number) else (BYTES, v) for v in step.grid])
+        parameters = [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, step.arguments, strict=True)]
+        for scratch in ("has_global_scratch", "has_profile_scratch"):
+            parameters += [(NULL_POINTER, 0, 0)] if getattr(binary, scratch, False) else []
+        self.kept.append(binary)
+        threads = WARP * binary.num_warps
+        of = tuple([(kind == WORD, number) for kind, number in grid])
+        return None, (), of, tuple(parameters), self.drops[i], binary.function, threads, binary.shared, binary.name
+
+    def _word(self, letter: str, number: Number) -> tuple[int, int, int]:
+        return WORD, self.words.setdefault((letter, number.expression), len(self.words)), 0
+
+    def _parameter(self, letter: str, value: Any) -> tuple[int, int, int]:
+        if isinstance(value, Slot):
+            return POINTER, value.number, 0
+        if value is None:
+            return NULL_POINTER, 0, 0
+        if isinstance(value, torch.Tensor):
+            self.kept.append(value)
+            return BYTES, 0, value.data_ptr()
+        if isinstance(value, Number):
+            return self._word(letter, value)
+        return BYTES, 0, int.from_bytes(pack(letter, value), "little")
+
+
+def _slots(value: Any) -> Iterator[int]:
+    if isinstance(value, Slot):
+        yield value.number
+    elif isinstance(value, (tuple, list)) and not isinstance(value, Number):
+        for item in value:
+            yield from _slots(item)
+
+
+def _drops(shown: Followed) -> list[tuple[int, ...]]:
+    """Return for each step the slots that no later one takes, and that aren't returned."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(shown.steps):
+        last |= dict.fromkeys(_slots(step.arguments), i)
+        if isinstance(step, Call):
+            last |= dict.fromkeys([slot for _, slot in step.kept], i)
+    returned = set(_slots(shown.result))
+    drops: list[list[int]] = [[] for _ in shown.steps]
+    for slot, i in last.items():
+        if slot not in returned:
+            drops[i].append(slot)
+    return list(map(tuple, drops))
+
+
+class Steps:
+    """The code of a region, which is run as it is, or as steps. `why_not`: why it is never run as steps."""
+
+    def __init__(self, model: Callable[[list[Any]], Any], device: Cuda) -> None:
+        self.model, self.device = model, device
+        self.why_not = ""
+        self._in_c: Any = None
+        self._before = 0  # runs of what it replaced
+        self._shown: list[Followed] = []
+        is_generated = ALLOCATOR in (namespace_of(model) or {})
+        self._left = MOST if is_generated and device.stream_of is not None else 0
+        self._lock = threading.Lock()
+
+    @property
+    def runs(self) -> int:
+        """How many calls were run as steps."""
+        return self._before + (self._in_c.runs if self._in_c is not None else 0)
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Run the code: as steps, if it is known to be the same; else as it is, to note its steps or not."""
+        if torch._C._len_torch_dispatch_stack():
+            return self.model(inputs)
+        in_c = self._in_c
+        if in_c is not None and (result := in_c.run(inputs)) is not None:
+            return result
+        if not self._left or not self._lock.acquire(blocking=False):
+            return self.model(inputs)
+        try:
+            self._left -= 1
+            result, shown = follow(self.model, inputs, self.device)
+            try:
+                self._learn(shown)
+            except Exception as error:  # the code has run, and its result is what counts
+                self._refuse(f"{type(error).__name__}: {error}")
+            return result
+        finally:
+            self._lock.release()
+
+    def forget(self) -> None:
+        """Drop what was noted, and what C has of it."""
+        self.__init__(self.model, self.device)
+
+    def _refuse(self, why: str) -> None:
+        self.why_not, self._left, self._shown = why, 0, []
+        log.info("code is run as it is: %s", why)
+
+    def _learn(self, shown: Followed | str) -> None:
+        """Build the steps once two calls have taken the same ones."""
+        if isinstance(shown, str):
+            self._refuse(shown)
+            return
+        self._shown.append(shown)
+        first = self._shown[0]
+        if len(self._shown) == 1 and first.numbers:
+            return
+        if not is_same((first.steps, first.result), (shown.steps, shown.result)):
+            pairs = zip(first.steps, shown.steps)
+            other = next((f": {a}, and {b}" for a, b in pairs if not is_same(a, b)), "")
+            self._refuse(f"two calls take different steps{other}"[:500])
+            return
+        varied = {k for k in first.numbers for each in self._shown if each.numbers[k] != first.numbers[k]}
+        if not varied and first.numbers:
+            return
+        pinned = {k: v for k, v in first.numbers.items() if k not in varied}
+        if any(type(v) is float for v in pinned.values()):
+            return
+        conditions = [("zero", ("sub", ("input", k, int), constant(v))) for k, v in pinned.items()]
+        conditions += [*dict.fromkeys(e for each in self._shown for e in each.decisions)]
+        device, arguments = self.device, _Builder(first).arguments(conditions)
+        bound = {"index": device.index, "stream_of": device.stream_of, "current": device.current}
+        self._before = self.runs
+        self._in_c = executable.implementation().steps(**arguments, **bound, inputs=first.inputs)
