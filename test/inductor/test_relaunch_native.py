@@ -29,7 +29,6 @@ from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import make_blocks
-from torch_overlay._inductor.relaunch.numbers.expressions import Result
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
     FillNode,
@@ -773,25 +772,6 @@ class TestArguments(TestCase):
                 pass
             finally:
                 _testcapi.remove_mem_hooks()
-
-    def test_sizes(self):
-        result, size = relaunch.NUMBER, ((Result(0),), (1,), torch.uint8)
-        numbers = {"numbers": (((0, 0),), (), (), (0,))}
-        self.call(**numbers, allocations=(size,), order=(0,), derived=((0, 0), (2, 0)), scratch_result=0)
-        self.call(**numbers, recipes=((result, 0, *[None] * 4),))
-        absent = "a size names a result that the program doesn't have"
-        self.check(ValueError, absent, self.call, allocations=(size,), order=(0,))
-        part = (relaunch.PART, 0, None, (1,), (1,), Result(1))
-        self.check(ValueError, absent, self.call, **numbers, allocations=(size,), order=(0,), recipes=(part,))
-        absent = "a recipe of an output names what isn't there"
-        self.check(ValueError, absent, self.call, recipes=((result, 0, *[None] * 4),))
-        for derived in ((3, 0), (-1, 0), (0, 1), (0, -1)):
-            message = "a derived region lies in none, or begins at no result"
-            self.check(ValueError, message, self.call, **numbers, allocations=(size,), order=(0,), derived=(derived,))
-        self.check(TypeError, "derived region 0 must be a tuple", self.call, derived=(3,))
-        self.check(TypeError, r"a derived region is \(region, result\)", self.call, derived=((3,),))
-        self.check(ValueError, "the scratch is as large as no result", self.call, scratch_result=0)
-        self.check(ValueError, "a size that is a float", self.call, numbers=((), ((1, 0.5),), (), (0,)))
 
     def test_numbers(self):
         def run(inputs=(), constants=(), steps=(), results=()):

@@ -198,21 +198,33 @@ class TestSizes(SizesTestCase):
         for n in (3, 3):
             self.call(run, n)
         self.enterContext(mock.patch.object(Governor, "affords_capture", AFFORDS_CAPTURE))
-        for start, capture, waits in ((-1e9, 0.0, 3), (1e9, 1e9, 6), (1e9, 0.0, 6)):
-            run.region.governor.capture = capture
-            with mock.patch.object(governor, "START", start):
-                for _ in range(4 if start < 0 else 3):
-                    self.call(run, 7)
+        self.enterContext(mock.patch.object(governor, "FEW", 1))
+        for without, capture, waits in ((-1e9, 0.0, 3), (1e9, 1e9, 6), (1e9, 1e-9, 6)):
+            run.region.governor.capture, run.region.governor.without = capture, without
+            for _ in range(4 if without < 0 else 3):
+                self.call(run, 7)
             self.assertEqual(run.outside["size-waits"], waits)
         self.assertEqual((self.counted("captures"), run.states[(7,)].waited > 0), (2, True))
+        self.assertEqual(run.outside["warm-up"], 3, "what a capture has to know is noted just before it")
         for n in (7, 3):
             self.call(run, n)
-        self.assertEqual((run.outside["size-waits"], self.counted("relaunches")), (6, 6))
-        with mock.patch.object(governor, "START", -1e9):
-            run = self.sized(verify=True)
-            for n in (3, 3, 7, 7):
-                self.call(run, n)
+        self.assertEqual((run.outside["size-waits"], self.counted("relaunches")), (6, 5))
+        run = self.sized(verify=True)
+        for n in (3, 3, 7, 7):
+            self.call(run, n)
         self.assertEqual(run.outside, {"warm-up": 2}, "each launch is to be verified")
+
+    def test_few_sizes_are_captured_at_once_and_more_are_not(self):
+        self.enterContext(mock.patch.object(Governor, "affords_capture", AFFORDS_CAPTURE))
+        self.enterContext(mock.patch.object(governor, "FEW", 2))
+        run = self.sized()
+        for n in (3, 3, 7, 7, 9, 9, 9):
+            self.call(run, n)
+        self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 3, "size-waits": 2}))
+        run = self.sized()
+        for n in (3, 7, 9, 3, 7, 9):
+            self.call(run, n)
+        self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 3, "size-waits": 3}))
 
     def test_verified(self):
         run = self.sized(verify=True)

@@ -8,7 +8,7 @@
 - attention: its seeds, on the host or on the device
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
-- any_size: many sizes that one graph serves
+- steps: many sizes without a graph
 - sizes: many sizes that share an executable graph
 - numbers: integers and floats that change from call to call
 - kernels: of the user's own, of templates, of operators that allocate
@@ -24,7 +24,6 @@
 """
 
 from relaunch_programs import (  # noqa: F401  (they register their programs)
-    any_size,
     attention,
     composition,
     concurrency,
@@ -42,6 +41,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     scratch,
     shapes,
     sizes,
+    steps,
     training,
 )
 from relaunch_programs._program import by_name, Kit, Program, PROGRAMS

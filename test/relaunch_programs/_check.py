@@ -94,7 +94,7 @@ def check_on_gpu(program: Program, settings: Settings) -> None:
     if settings.graphs != "relaunch":
         return
     if not (settings.policy and program.name in NEEDS):
-        _check_counters(program, start)
+        _check_counters(program, start, settings.verify)
     del got, wanted
     left = growth(before, first := footprint())
     if left and not program.alone:
@@ -125,11 +125,13 @@ def options(program: Program, settings: Settings) -> Iterator[None]:
         yield
         return
     from torch_overlay import config
+    from torch_overlay._inductor.relaunch import governor
     from torch_overlay._inductor.relaunch.governor import Governor
 
     with contextlib.ExitStack() as stack:
         # Programs call few times: each size is captured at once.
-        stack.enter_context(mock.patch.object(Governor, "affords_capture", lambda *given: True))
+        stack.enter_context(mock.patch.object(Governor, "affords_capture", lambda *given: not program.steps))
+        stack.enter_context(mock.patch.object(governor, "FEW", 0 if program.steps else 1 << 30))
         stack.enter_context(config.patch(**settings.options(), **program.config))
         if settings.policy:
             from torch_overlay.cudagraphs import RelaunchPolicy
@@ -199,16 +201,19 @@ def counted() -> dict[str, int]:
     return dict(torch._dynamo.utils.counters["torch_overlay"])
 
 
-def _check_counters(program: Program, start: dict[str, int]) -> None:
+def _check_counters(program: Program, start: dict[str, int], verify: bool = False) -> None:
     now = counted()
-    launched, captured, refused = (
+    launched, captured, refused, steps = (
         now.get(name, 0) - start.get(name, 0)
-        for name in ("cudagraph_relaunches", "cudagraph_captures", "cudagraph_refusals")
+        for name in ("cudagraph_relaunches", "cudagraph_captures", "cudagraph_refusals", "cudagraph_steps")
     )
     reasons = "; ".join(overlay_says(*REFUSALS, [])[-3:])
     if refused and not program.refusals:
         raise Mismatch(f"{refused} refusals: {reasons}")
-    if launched < program.launches:
+    if program.steps:
+        if steps < program.steps and not verify:
+            raise Mismatch(f"{steps} calls ran as steps, expected at least {program.steps} ({reasons})")
+    elif launched < program.launches:
         raise Mismatch(
             f"{launched} graph launches, expected at least {program.launches} "
             f"({captured} captures, {refused} refusals: {reasons})"

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stand_ins import relaunch_driver
-from torch_overlay._inductor.relaunch import compiled_region
+from torch_overlay._inductor.relaunch import compiled_region, governor
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 from torch_overlay._inductor.relaunch.governor import Governor
@@ -602,6 +602,7 @@ def fake_device() -> Iterator[FakeDevice]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(executable, "launching", relaunch_driver.module().launching))
         stack.enter_context(mock.patch.object(Governor, "affords_capture", lambda *given: True))
+        stack.enter_context(mock.patch.object(governor, "FEW", 1 << 30))  # each size is observed at its first call
         stack.enter_context(mock.patch.object(capture, "is_region", is_region))
         stack.enter_context(mock.patch.object(compiled_region, "FULL", 64))  # host memory is aligned to 64 bytes
         yield FakeDevice()

@@ -70,21 +70,15 @@ static int read_inputs(Call *self, PyObject *positions, PyObject *masks) {
     return 0;
 }
 
-/* The first results are the values of the number slots, the others are sizes. */
+/* The results are the values of the number slots. */
 static int read_numbers(Call *self, PyObject *numbers) {
     const Program *program = &self->numbers;
     if (program_init(&self->numbers, numbers)) return -1;
-    for (Py_ssize_t i = (Py_ssize_t)self->blocks->words; i < program->results; i++)
-        if (program->is_float[program->result[i]]) {
-            PyErr_SetString(PyExc_ValueError, "a size that is a float");
-            return -1;
-        }
-    if ((size_t)program->results < self->blocks->words) {
+    if ((size_t)program->results != self->blocks->words) {
         PyErr_SetString(PyExc_ValueError, "so many number slots have no numbers");
         return -1;
     }
     self->least = program->least;
-    self->layout.is_sized = self->outputs.is_sized = (size_t)program->results > self->blocks->words;
     return 0;
 }
 
@@ -103,12 +97,11 @@ static int check_regions(const Call *self) {
 }
 
 static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"positions",      "masks",      "allocations", "slab",    "types",       "scratch",
-                            "numbers",        "order",      "recipes",     "empty",   "reinterpret", "outputs",
-                            "replay",         "direct",     "raw",         "current", "index",       "stream_of",
-                            "is_capturing",   "misaligned", "counters",    "group",   "counter",     "derived",
-                            "scratch_result", NULL};
-    PyObject *positions, *masks, *numbers, *order, *recipes, *derived = NULL;
+    static char *names[] = {"positions",    "masks",      "allocations", "slab",    "types",       "scratch",
+                            "numbers",      "order",      "recipes",     "empty",   "reinterpret", "outputs",
+                            "replay",       "direct",     "raw",         "current", "index",       "stream_of",
+                            "is_capturing", "misaligned", "counters",    "group",   "counter",     NULL};
+    PyObject *positions, *masks, *numbers, *order, *recipes;
     unsigned long long stream, alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     Layout *layout;
@@ -121,14 +114,13 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     outputs = &self->outputs;
     counter = &self->counter;
     raw = &layout->raw;
-    layout->scratch_result = -1;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!O!OO!OOO!O!OOOOp(OOn(KKK))OOOOOOOO|O!n", names, &PyTuple_Type, &positions, &PyTuple_Type,
+            args, kwargs, "O!O!O!OO!OOO!O!OOOOp(OOn(KKK))OOOOOOOO", names, &PyTuple_Type, &positions, &PyTuple_Type,
             &masks, &PyTuple_Type, &layout->storages, &layout->slab, &PyTuple_Type, &outputs->types, &layout->scratch,
             &numbers, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret,
             &outputs->make, &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &stream, &alloc,
             &release, &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned,
-            &counter->counters, &counter->group, &counter->name, &PyTuple_Type, &derived, &layout->scratch_result)) {
+            &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -144,9 +136,8 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     raw->torch.release = (int (*)(Handle))(uintptr_t)release;
     raw->size = (size_t)size;
     if (PyErr_Occurred() || read_numbers(self, numbers) || read_inputs(self, positions, masks)
-        || layout_init(layout, order, derived, self->numbers.results)
-        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None,
-                        self->numbers.results, &self->least)
+        || layout_init(layout, order)
+        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None, &self->least)
         || check_regions(self))
         goto failed;
     return (PyObject *)self;

@@ -110,9 +110,9 @@ PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int carefu
         goto done;
     }
     if (!originals || originals == Py_None) originals = inputs;
-    if (!allocate_memory(&self->layout, stream, &memory, base + regions, base)
-        && !patch_and_launch(self, stream, base, base + regions) && !free_after_launch(&self->layout, &memory)
-        && (result = make_outputs(&self->outputs, originals, memory.storages, memory.slab, base + regions))
+    if (!allocate_memory(&self->layout, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
+        && !free_after_launch(&self->layout, &memory)
+        && (result = make_outputs(&self->outputs, originals, memory.storages, memory.slab))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
 done:

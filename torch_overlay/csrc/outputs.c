@@ -3,16 +3,14 @@
 #include "outputs.h"
 #include "driver_api.h"
 #include "module.h"
-#include "results.h"
 
 /* Kinds of recipes: the recipe's object, the output `number`, the input `number`, the tensor of storage `number`, a
-   view of that, a view of the slab as its dtype `number`, a new tensor of the object's arguments, and a result. */
-enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, NUMBER };
+   view of that, a view of the slab as its dtype `number`, and a new tensor of the object's arguments. */
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
 
 static PyObject *name_view;
 
-int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab, Py_ssize_t results,
-                 Py_ssize_t *least) {
+int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab, Py_ssize_t *least) {
     Py_ssize_t count = PyTuple_GET_SIZE(recipes), types = PyTuple_GET_SIZE(self->types);
     if (!(self->recipe = PyMem_Calloc(count + 1, sizeof *self->recipe))) {
         PyErr_NoMemory();
@@ -21,7 +19,7 @@ int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab
     self->recipes = count;
     for (Py_ssize_t i = 0; i < count; i++) {
         Recipe *each = &self->recipe[i];
-        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, storages, storages, types, 1, results};
+        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, storages, storages, types, 1};
         if (!is_tuple(PyTuple_GET_ITEM(recipes, i), "recipe", i)
             || !PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i),
                                  "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind, &n,
@@ -34,14 +32,11 @@ int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab
         Py_INCREF(each->size);
         Py_INCREF(each->stride);
         Py_INCREF(each->offset);
-        if (each->kind < GIVEN || each->kind > NUMBER || n < 0 || n >= ends[each->kind]
+        if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]
             || (each->kind == SAVED && !slab)) {
             PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
             return -1;
         }
-        if (!has_results(each->size, results) || !has_results(each->stride, results)
-            || !has_results(each->offset, results))
-            return -1;
         if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
         if (each->kind == SAME && n >= *least) *least = n + 1; /* inputs that are no region may come last */
     }
@@ -59,15 +54,9 @@ void outputs_clear(Outputs *self) {
     PyMem_Free(self->recipe);
 }
 
-static PyObject *view_of(const Outputs *self, PyObject *of, const Recipe *recipe, const uint64_t *values) {
-    PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset}, *made = NULL;
-    if (!self->is_sized) return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
-    args[1] = with_values(recipe->size, values);
-    args[2] = with_values(recipe->stride, values);
-    args[3] = with_values(recipe->offset, values);
-    if (args[1] && args[2] && args[3]) made = PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
-    for (int i = 1; i < 4; i++) Py_XDECREF(args[i]);
-    return made;
+static PyObject *view_of(const Outputs *self, PyObject *of, const Recipe *recipe) {
+    PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset};
+    return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
 }
 
 /* Returns a new tuple of the slab as a tensor of each dtype. */
@@ -84,8 +73,7 @@ static PyObject *typed_slabs(const Outputs *self, PyObject *slab) {
     return typed;
 }
 
-PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages, PyObject *slab,
-                       const uint64_t *values) {
+PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages, PyObject *slab) {
     PyObject *result, *typed;
     if (self->make != Py_None) {
         PyObject *args[] = {source, storages, slab ? slab : Py_None};
@@ -104,9 +92,8 @@ PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages
         case REPEATED: out = Py_NewRef(PyTuple_GET_ITEM(result, each->number)); break;
         case SAME: out = PySequence_GetItem(source, each->number); break;
         case WHOLE: out = Py_NewRef(PyTuple_GET_ITEM(storages, each->number)); break;
-        case PART: out = view_of(self, PyTuple_GET_ITEM(storages, each->number), each, values); break;
-        case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each, values); break;
-        case NUMBER: out = PyLong_FromLongLong((int64_t)values[each->number]); break;
+        case PART: out = view_of(self, PyTuple_GET_ITEM(storages, each->number), each); break;
+        case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each); break;
         case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
         }
         if (!out) {

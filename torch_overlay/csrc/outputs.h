@@ -20,16 +20,13 @@ typedef struct {
     PyObject *types;               /* dtypes of views of the slab */
     PyObject *empty, *reinterpret; /* make a tensor, and a view of one */
     PyObject *make;                /* makes all outputs if a recipe can't, or None */
-    int is_sized;                  /* results stand in sizes */
 } Outputs;
 
-/* Reads recipes (kind, number, object, size, stride, offset), a tuple, for so many storages, with a slab or without,
-   and a program with so many results. Raises `least` so that a list of that many inputs has each that is an output.
+/* Reads recipes (kind, number, object, size, stride, offset), a tuple, for so many storages, with a slab or without.
+   Raises `least` so that a list of that many inputs has each that is an output.
    Returns 0, or -1 with an error; they are to be cleared either way. */
-int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab, Py_ssize_t results,
-                 Py_ssize_t *least);
+int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab, Py_ssize_t *least);
 void outputs_clear(Outputs *self);
 /* Returns a new tuple of the outputs, or NULL with an error. `source`: the inputs; `slab`: a tensor of bytes, or NULL.
  */
-PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages, PyObject *slab,
-                       const uint64_t *values);
+PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages, PyObject *slab);

@@ -63,6 +63,7 @@ PART(.module = "numbers_test", .methods = methods)
 """
 N, M, X = ("input", 0, int), ("input", 1, int), ("input", 2, float)
 OF_FLOATS = ("fadd", "fsub", "fmul", "fdiv", "fneg")
+ROUNDING = ("ceil", "floor")
 EDGES = (0, 1, -1, 7, 2**31 - 1, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 0.5, -3.5, 1e300, -1e-300, math.inf)
 
@@ -78,8 +79,10 @@ def draw(rng, kind, depth=4):
         return rng.choice((constant(value), *((X,) if kind is float else (N, M))))
     if kind is float and rng.random() < 0.3:
         return "float", draw(rng, int, depth - 1)
+    if kind is int and rng.random() < 0.2:
+        return rng.choice(ROUNDING), draw(rng, float, depth - 1)
     names = [name for name in OPERATIONS if (name in OF_FLOATS) == (kind is float)]
-    name = rng.choice([name for name in names if name != "float"])
+    name = rng.choice([name for name in names if name not in ("float", *ROUNDING)])
     count = 1 if name in ("neg", "fneg", "positive", "nonzero", "zero") else 2
     return name, *[draw(rng, kind, depth - 1) for _ in range(count)]
 
@@ -128,8 +131,8 @@ class TestProgram(TestCase):
 
     def test_each_operation(self):
         for name in OPERATIONS:
-            count = 1 if name in ("neg", "fneg", "float") else 2
-            operands = [X, X] if name in OF_FLOATS else [N, M]
+            count = 1 if name in ("neg", "fneg", "float", *ROUNDING) else 2
+            operands = [X, X] if name in (*OF_FLOATS, *ROUNDING) else [N, M]
             letter = "d" if name in ("float", *OF_FLOATS) else "l"
             if name in ("positive", "nonzero", "zero"):
                 count = 1

@@ -1,15 +1,16 @@
 """Bounds the time that a region spends on making graphs: `Governor`.
 
 Note [Time for graphs]
-A capture takes the host as long as some ten calls, and a size may not come again. The first sizes (`sizes.OWN`) are
-captured anyway, each at its second call. A further one is captured when both hold:
+A capture takes the host as long as some forty calls, and a size may not come again. A region that has had few sizes
+(`FEW`) captures each at its second call. Where more have come, a size is captured when both hold:
 1. Its calls without a graph have taken as long as a capture takes: it is a size that comes again.
-2. The region can afford it. Its captures together take at most `START` seconds, `SHARE` of the time of its calls
-   without a graph, and the time that launches of its graphs have saved. So with graphs it is slower than without by no
-   more than that share and that start, however its sizes are drawn.
-Each launch saves the difference between the shortest call without a graph and the shortest of the first launches, which
-set the most nodes. All times are the host's, which a graph relieves: where the device takes longer than the host,
-neither a capture nor a launch delays it. Warm-ups, which load kernels, are no measure.
+2. The region can afford it. Its captures together take at most `SHARE` of the time of its calls without a graph, and
+   the time that launches of its graphs have saved. So with graphs it is slower than without by no more than that share,
+   beyond the captures of the few sizes, however its sizes are drawn.
+Before the first capture, it is taken to last as long as `CALLS` calls. Each launch saves the difference between the
+shortest call without a graph and the shortest of the first launches, which set the most nodes. All times are the
+host's, which a graph relieves: where the device takes longer than the host, neither a capture nor a launch delays it.
+Warm-ups, which load kernels, are no measure.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-START = 0.25  # seconds
+FEW = 4
 SHARE = 0.03
+CALLS = 40
 
 
 class Governor:
     """The account of a region, in seconds of the host. `spent`: on captures, failed ones too; `capture`: on the latest;
-    `without`: in calls without a graph; `captures`: how many there were since the graphs were last forgotten."""
+    `without`: in calls without a graph."""
 
     def __init__(self) -> None:
-        self.captures = 0
         self.spent = self.capture = self.without = 0.0
         self._call = self._launch = float("inf")  # the shortest
 
@@ -41,7 +42,6 @@ class Governor:
         self._launch = min(self._launch, seconds)
 
     def note_capture(self, seconds: float) -> None:
-        self.captures += 1
         self.spent, self.capture = self.spent + seconds, seconds
 
     def saved(self, launches: int) -> float:
@@ -51,6 +51,7 @@ class Governor:
     def affords_capture(self, waited: float, launches: Callable[[], int]) -> bool:
         """True if a size may be captured. `waited`: seconds of its calls without a graph; `launches()`: those of the
         region's graphs so far."""
-        if waited < self.capture:
+        capture = self.capture or CALLS * self._call
+        if waited < capture:
             return False
-        return self.spent + self.capture <= START + SHARE * self.without + self.saved(launches())
+        return self.spent + capture <= SHARE * self.without + self.saved(launches())

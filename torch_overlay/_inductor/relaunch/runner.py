@@ -5,9 +5,8 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
 
     rule                                                           action                              cause
     the only state needs no key, and its graph can be launched     launch it (`launch`)
-    the state of the key, or that of any size, has a graph         launch it
+    the state of the key has a graph                               launch it
     the caller captures, or a launch is under way in this thread   run as compiled                     callers-capture
-    all kernels are Triton's, and a second size came               capture for any size, and launch
     too many keys have come in a row, and this one is new          run as compiled                     first-calls
     the region was captured for too many keys                      run as compiled                     templates
     the state was refused                                          run as compiled                     of the refusal
@@ -34,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, causes, keys, runners
+from torch_overlay._inductor.relaunch import attention_seeds, causes, governor, keys, runners
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import (
     AllocationObserver,
@@ -44,15 +43,14 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     storages,
     Watch,
 )
-from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion, LEAST
+from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import ByNode
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay._inductor.relaunch.launch.staged import launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.on_reset import listen
-from torch_overlay._inductor.relaunch.region_graphs import AnySizeGraph, RegionGraphs
-from torch_overlay._inductor.relaunch.sizes import sizes
+from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
 from torch_overlay._inductor.relaunch.states import CallKeys, States
 from torch_overlay.csrc import DriverError
 
@@ -71,31 +69,23 @@ LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whethe
 
 
 class Run(NamedTuple):
-    """A run of a region as compiled, and what it showed. `seeds`: positions of inputs that are seeds of attention;
-    `operators`: how many it called; `are_aligned`: whether its inputs were;
-    `frees_inputs`: whether it is a backward that frees any."""
+    """A run of a region as compiled, and what it showed. `seeds`: positions of inputs that are seeds of attention."""
 
     result: Any
     plan: AllocationPlan
-    frees_inputs: bool
     seeds: frozenset[int] = frozenset()
-    operators: int = 0
-    are_aligned: bool = True
 
 
 class _InputStorages:
-    """The storages of a backward's inputs, of `least` bytes or more, before a run that may free them. A graph of
-    a forward doesn't depend on the inputs that are freed."""
+    """The large storages of a backward's inputs, before a run that may free them. A graph of a forward doesn't depend
+    on the inputs that are freed."""
 
-    def __init__(self, inputs: Sequence[Any], is_backward: bool, least: int = 0) -> None:
+    def __init__(self, inputs: Sequence[Any], is_backward: bool) -> None:
         found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)] if is_backward else []
-        self._refs = [(k, StorageWeakRef(v), size) for k, v in found if (size := v.nbytes()) >= least]
+        self._refs = [(k, StorageWeakRef(v)) for k, v in found if v.nbytes() >= LARGE]
 
-    def are_freed(self) -> bool:
-        return any(ref.expired() for _, ref, _ in self._refs)
-
-    def freed_large(self) -> frozenset[int]:
-        return frozenset([k for k, ref, size in self._refs if size >= LARGE and ref.expired()])
+    def freed(self) -> frozenset[int]:
+        return frozenset([k for k, ref in self._refs if ref.expired()])
 
 
 class FirstRuns:
@@ -110,7 +100,6 @@ class FirstRuns:
     def observe(self, inputs: list[Any]) -> Run:
         given, generators = storages(inputs), self.device.generators(inputs)
         held = _InputStorages(inputs, self.is_backward)
-        are_aligned = not any(address_of(v) % LEAST for v in inputs)
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
         observer = AllocationObserver()
@@ -123,20 +112,20 @@ class FirstRuns:
         fresh = [address for address in made if address not in given or address in observer.last]
         plan = observer.plan(fresh, self._with_run(AllocationPlan(), held, generators, drawn))
         seeds = frozenset([at[address] for address in noted & at.keys()])
-        return Run(result, plan, held.are_freed(), seeds, watch.count, are_aligned)
+        return Run(result, plan, seeds)
 
-    def repeat(self, inputs: list[Any], known: AllocationPlan, least: int) -> Run:
-        """Run a region of which an observed run has shown `known`. Inputs of `least` bytes are looked after."""
-        generators, held = self.device.generators(inputs), _InputStorages(inputs, self.is_backward, least)
+    def repeat(self, inputs: list[Any], known: AllocationPlan) -> Run:
+        """Run a region of which an observed run has shown `known`."""
+        generators, held = self.device.generators(inputs), _InputStorages(inputs, self.is_backward)
         drawn = [g.get_offset() for g in generators]
         result = self.run(inputs)
-        return Run(result, self._with_run(known, held, generators, drawn), held.are_freed())
+        return Run(result, self._with_run(known, held, generators, drawn))
 
     def _with_run(
         self, plan: AllocationPlan, held: _InputStorages, generators: Sequence[Any], drawn: Sequence[int]
     ) -> AllocationPlan:
         """Add to a plan which inputs a run has freed, and how far it advanced the generators from `drawn`."""
-        dying = held.freed_large()
+        dying = held.freed()
         advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
         return dataclasses.replace(
             plan,
@@ -160,7 +149,6 @@ class Runner:
         self.keys = CallKeys(code)
         self.states = States(config.cudagraph_templates, config.cudagraph_executables)
         self.region_graphs = RegionGraphs(self.region, self.states, self.keys)
-        self.any_size = AnySizeGraph()
         self.plan: AllocationPlan | None = None
         self.compiled: Any = None  # coverage.CompiledCode
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
@@ -182,12 +170,10 @@ class Runner:
         key_of = call_keys.key_of
         if key_of is None:
             key_of = call_keys.choose(inputs)
-        state = states.get(found := (key := key_of(inputs)))
-        if state is None and (key_of := self.any_size.key_of) is not None:
-            state = states.get(found := key_of(inputs))
+        state = states.get(key := key_of(inputs))
         if state is not None and (relaunch := state.relaunch) is not None:
             if len(states) > 1:
-                states.touch(found)
+                states.touch(key)
             if (try_launch := relaunch.try_launch) is not None:
                 if (result := try_launch(inputs)) is not None:
                     return result
@@ -204,8 +190,6 @@ class Runner:
         run, states = self.region.run, self.states
         if self.region.device.is_capturing() or executable.launching():
             return run("callers-capture", inputs)  # or in a finalizer that runs during a launch
-        if (result := self.any_size.run(self, key, inputs)) is not None:
-            return result
         if states.defers_observation(key):
             return run("first-calls", inputs)
         state = states.of(key)
@@ -217,13 +201,15 @@ class Runner:
             return self._warm_up(key, state, inputs)
         if self._waits(state):
             return run("size-waits", inputs, state)
+        if state.plan is None:
+            return self._warm_up(key, state, inputs, is_first=False)
         with self.region.device.guard():
             return self._by_graph(key, state, inputs)
 
     def _waits(self, state: State) -> bool:
         """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]. A process that verifies
         launches captures each size at once."""
-        if state.relaunch is not None or self.governor.captures < sizes.OWN or self.region_graphs.verify:
+        if state.relaunch is not None or len(self.states) <= governor.FEW or self.region_graphs.verify:
             return False
         return not self.governor.affords_capture(state.waited, self.states.launched)
 
@@ -273,22 +259,23 @@ class Runner:
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
 
-    def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
-        """Run the region as compiled for the first time with these sizes, or in this thread, and note what it shows."""
+    def _warm_up(self, key: Any, state: State, inputs: list[Any], is_first: bool = True) -> Any:
+        """Run the region as compiled for the first time with these sizes, or in this thread, and note what it shows.
+        One of many sizes may get no graph: the first call notes nothing, and there is another when it gets one."""
         listen()
         self.region.device.prepare()
-        self.any_size.note(self, inputs)
         runs = FirstRuns(self.region)
         if (plan := self.plan) is not None:  # another thread may forget it
-            has_obstacle = self.any_size.calls_operators or self.any_size.frees_inputs
-            known = state.plan if state.warm_in else plan
-            run = runs.repeat(inputs, known, LARGE if has_obstacle else 0)
+            if is_first and len(self.states) > governor.FEW and not self.region_graphs.verify:
+                state.warm_in.add(threading.get_ident())
+                self._count_warm_up()
+                return runs.run(inputs)
+            known = state.plan or plan
+            run = runs.repeat(inputs, known)
         else:
             run = runs.observe(inputs)
             self._learn_seeds(key, state, run.seeds)
-            self.any_size.note_run(run.operators, run.are_aligned)
             self.plan = run.plan
-        self.any_size.frees_inputs |= run.frees_inputs
         state.plan = run.plan
         state.warm_in.add(threading.get_ident())
         self._count_warm_up()
@@ -302,7 +289,6 @@ class Runner:
             with states.lock:
                 kept = self.keys.kept.items()
                 message += "".join(f"; the number at input {k} is no parameter: {why}" for k, why in kept)
-                message += f"; no graph serves any size: {self.any_size.why_not}" if self.any_size.why_not else ""
             self.region_graphs.refuse(None, "first-calls", f"{message}; a graph is made at the second call")
 
     def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
@@ -342,8 +328,6 @@ class Runner:
         with self.states.lock:
             dropped = self.states.forget()
             self.keys.key_of = self.plan = None
-            self.any_size = AnySizeGraph()
-            self.governor.captures = 0
         dropped.clear()
 
     # -- what `coverage` counts
@@ -357,8 +341,12 @@ class Runner:
         return self.states.graphs()
 
     def describe_sizes(self) -> str:
-        """Say how the region is captured, if it had several sizes."""
-        return self.any_size.describe(self)
+        """Say how the region runs at further sizes, if it had several."""
+        steps = self.region.steps
+        if len(self.states) < 2 or not (steps.runs or steps.why_not):
+            return ""
+        way = f"as it is: {steps.why_not}" if steps.why_not else "as steps of C"
+        return f"a size without a graph runs {way}"
 
 
 def has_copies_never_launched(relaunch: Launchable) -> bool:

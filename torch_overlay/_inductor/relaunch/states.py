@@ -24,7 +24,6 @@ from torch import Tensor
 
 from torch_overlay._inductor.relaunch import attention_seeds, compiled_region, keys
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
@@ -35,6 +34,7 @@ from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
@@ -49,7 +49,7 @@ class State:
 
     def __init__(self) -> None:
         self.warm_in: set[int] = set()  # threads that ran it; libraries keep some of their choices per thread
-        self.plan = AllocationPlan()
+        self.plan: AllocationPlan | None = None
         self.alignments: dict[int, int] = {}  # that the calls so far need
         self.captured_for: dict[int, int] = {}  # those that the graph was captured for
         self.failures = 0
@@ -141,12 +141,6 @@ class States(OrderedDict[Any, State]):
             self.try_launch = None
             self.clear()
             self.update(states)
-
-    def add(self, key: Any, state: State) -> None:
-        """Add a state whose graph serves calls of other keys. States that wait for a graph are dropped."""
-        with self.lock:
-            self.replace({k: s for k, s in self.items() if s.relaunch is not None or s.refused} | {key: state})
-            self.captures, self.warm_ups = self.captures + 1, 0
 
     def drop(self, key: Any) -> None:
         with self.lock:

@@ -32,6 +32,7 @@ import weakref
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -349,7 +350,7 @@ def stand_ins(model: Any, namespace: dict[str, Any], follower: Follower) -> dict
                 made[name] = _Launched(value, follower)
             elif value is math or name in UNNOTED or _is_own(value, namespace) or name not in namespace:
                 continue
-            elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            elif callable(value) and not isinstance(value, type):
                 made[name] = _Noted(value, follower)
             elif not isinstance(value, (torch.Tensor, int, float, str, type, *VALUES, type(None))):
                 follower.refuse(f"it uses {name}")
@@ -539,6 +540,7 @@ class Steps:
             return self.model(inputs)
         in_c = self._in_c
         if in_c is not None and (result := in_c.run(inputs)) is not None:
+            counters["torch_overlay"]["cudagraph_steps"] += 1
             return result
         if not self._left or not self._lock.acquire(blocking=False):
             return self.model(inputs)

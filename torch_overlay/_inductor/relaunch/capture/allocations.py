@@ -29,15 +29,11 @@ from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Produ
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life
-from torch_overlay._inductor.relaunch.numbers.launches import plain
-from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
-
-    from torch_overlay._inductor.relaunch.numbers.launches import Shapes
 
 
 ALLOCATOR = "empty_strided_cuda"
@@ -271,13 +267,11 @@ def storages(tree: Any) -> dict[int, int]:
 class Placing(AllocationObserver):
     """An observer of a capture, in whose `recording` it places allocations: outputs, which the plan names, in `placed`,
     and all others in `scratch`, addresses with their bytes. `with_uses`: note which memory matrix products read and
-    write. `shapes` notes sizes that depend on the region's."""
+    write."""
 
-    def __init__(
-        self, plan: AllocationPlan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
-    ) -> None:
+    def __init__(self, plan: AllocationPlan, recording: Any, placed: dict[int, int], with_uses: bool) -> None:
         super().__init__()
-        self.plan_, self.recording, self.placed, self.shapes = plan, recording, placed, shapes
+        self.plan_, self.recording, self.placed = plan, recording, placed
         self.lives = Lives()
         self.scratch: dict[int, int] = {}
         self.products: list[Product] | None = [] if with_uses else None
@@ -299,17 +293,10 @@ class Placing(AllocationObserver):
 
     def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         self.lives.tick()
-        asked = args
-        if self.shapes is not None:
-            args = plain(args)
         if len(args) != 3 or 0 in args[0]:
-            if self.shapes is not None:
-                raise NumberEscaped(frozenset(), "memory of no bytes is allocated")
             return super().allocate(original, *args)
         view = TensorView(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
-        if self.shapes is not None:
-            self.shapes.allocated(made, asked[0], asked[1])
         address = made.data_ptr()
         if self.count in self.plan_.allocations:
             self.placed[address] = view.extent

@@ -51,7 +51,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     TensorView,
     view_of,
 )
-from torch_overlay._inductor.relaunch.numbers.launches import Launches, NoOperators, noted
+from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
 from torch_overlay._inductor.relaunch.numbers.traced import Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprovable
 
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.numbers.launches import Shapes
 
 
 @dataclass
@@ -86,9 +85,8 @@ class Captured:
 class Capture:
     """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
     of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
-    `numbers`: values of the inputs that are traced, by position. `shapes`: notes sizes that are computed from them.
-    `views`: how tensors lie that stand for those of the inputs, by position. `with_calls`: note calls of libraries;
-    `leaves_out`: and leave out those that repeat an earlier one."""
+    `numbers`: values of the inputs that are traced, by position. `with_calls`: note calls of libraries; `leaves_out`:
+    and leave out those that repeat an earlier one."""
 
     def __init__(
         self,
@@ -100,19 +98,16 @@ class Capture:
         holes: Sequence[int] = (),
         with_uses: bool = False,
         numbers: Mapping[int, Any] = MappingProxyType({}),
-        shapes: Shapes | None = None,
-        views: Mapping[int, TensorView] = MappingProxyType({}),
         with_calls: bool = False,
         leaves_out: bool = False,
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
-        self.shapes, self.views = shapes, views
-        self.launches = Launches(recording.nodes, shapes)
+        self.launches = Launches(recording.nodes)
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
-        self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
+        self.observer = Placing(plan, recording, self.placed, with_uses)
         self.operators = Operators(plan, recording, self.observer)
         self.calls = LibraryCalls(recording, self.operators, with_calls, leaves_out)
 
@@ -123,8 +118,6 @@ class Capture:
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
             watching = self.with_uses or self.operators.are_wanted
             watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
-            if self.shapes is not None:
-                watch = NoOperators()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()
                 namespace = namespace_of(self.model)
@@ -139,8 +132,6 @@ class Capture:
                 self.operators.end_group()
                 self._copy_out(outputs)
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
-            if self.shapes is not None:
-                self.shapes.note_outputs(outputs)
             del outputs
             self._check_kept()
         lives = self.observer.lives
@@ -189,8 +180,7 @@ class Capture:
             raise Unprovable("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
             raise Unprovable("device", f"input {position} is on {value.device}")
-        view = self.views.get(position) or view_of(value)
-        made = self.recording.place(view, self.alignments[position])
+        made = self.recording.place(view_of(value), self.alignments[position])
         if made.data_ptr():
             self.input_at[made.data_ptr()] = position
             self.observer.lives.begin(made)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from types import MappingProxyType
 from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
@@ -28,11 +27,9 @@ from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
-from torch_overlay._inductor.relaunch.numbers.launches import Shapes
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed, slots_of, with_numbers_of
 from torch_overlay._inductor.relaunch.proof.functions import one_of_each, without
 from torch_overlay._inductor.relaunch.proof.nodes import Template, Unprovable
-from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 
 
 if TYPE_CHECKING:
@@ -40,10 +37,8 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.memory.outputs import Sized
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, PointerSlot
-    from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
     Known: TypeAlias = "tuple[list[PointerSlot], Collection[int]]"
@@ -162,22 +157,6 @@ def _make_graph(request: CaptureRequest, leaves_out: bool = False) -> tuple[Arra
         if request.is_shared and not copies:
             return sizes.launchers(device, first, graph, proven, request.plan.drawn)
         return device.instantiate(first, arrange(proven))
-
-
-def make_graph_for_any_size(request: CaptureRequest, seen: Seen) -> tuple[Arrangement, list[Any], Sized]:
-    """Capture a region with the sizes of this call and with those of one that it has seen, and return the arrangement
-    of a graph for all sizes, its launcher, and what a launch computes. Raises what `arrange_any_size` raises, or what
-    the region itself raises. Note [Graphs for any size] of `sizes.any_size`"""
-    device = request.device
-    check(request.model)
-    with no_collection(), recordings(request) as new_recording:
-        first = request.capture(new_recording(1), shapes=Shapes())
-        second = request.capture(new_recording(2), shapes=Shapes(), numbers=seen.numbers, views=seen.views)
-        graphs = device.read(first), device.read(second)
-        prove = functools.partial(device.prove, namespace=request.namespace)
-        arrangement, sized = arrange_any_size(first, second, graphs, prove)
-        second.recording.discard()
-        return *device.instantiate(first, arrangement, varies=graphs[0]), sized
 
 
 def _known(request: CaptureRequest, graph: CapturedGraph) -> Known:

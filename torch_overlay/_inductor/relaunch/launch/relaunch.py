@@ -20,9 +20,7 @@ Note [A relaunch]
    on that stream. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 4. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
 5. A graph that draws no random numbers is launched by the driver (`executable.direct`); other graphs by torch's
-   `replay`, which advances the generators first. A graph for any size has results of the program of numbers (`Result`)
-   in sizes, strides and offsets, and `derived` regions, which begin at a result's bytes in another region: Note [Graphs
-   for any size].
+   `replay`, which advances the generators first.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.memory.outputs import (
-    Computed,
     Empty,
     Given,
     OfStorage,
@@ -52,12 +49,12 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher
-    from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout, Sized
+    from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
 # As in the C source.
-GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, NUMBER = range(8)
+GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY = range(7)
 
 
 class Misaligned(Exception):
@@ -71,7 +68,7 @@ def raw(size: int) -> tuple[Any, ...]:
 
 
 def bind(relaunch: Relaunch) -> Any:
-    layout, device, launcher, sized = relaunch.layout, relaunch.device, relaunch.launcher, relaunch.sized
+    layout, device, launcher = relaunch.layout, relaunch.device, relaunch.launcher
     types: dict[torch.dtype, int] = {}
     own = {number: i for i, number in enumerate(layout.own)}
     recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
@@ -79,9 +76,6 @@ def bind(relaunch: Relaunch) -> Any:
     size = layout.scratch_size
     allocations, scratch = tuple(map(layout.allocation, layout.own)), raw(size) if size else None
     expressions = [slot.expression for slot in relaunch.template.numbers]
-    if sized is not None:
-        allocations, scratch = sized.allocations, raw(sized.scratch) if sized.scratch is not None else scratch
-        expressions += sized.expressions
     program = RegisterProgram.of(expressions, layout.computed)
     return launcher.exec.call(
         positions=layout.inputs,
@@ -112,8 +106,6 @@ def bind(relaunch: Relaunch) -> Any:
         counters=counters,
         group="torch_overlay",
         counter="cudagraph_relaunches",
-        derived=() if sized is None else sized.derived,
-        scratch_result=-1 if sized is None or sized.scratch is None else int(sized.scratch),
     )
 
 
@@ -121,16 +113,8 @@ def _recipe(
     relaunch: Relaunch, own: Mapping[int, int], output: int, recipe: Recipe, types: dict[torch.dtype, int]
 ) -> tuple[Any, ...] | None:
     """Return (kind, number, object, size, stride, offset) for the C module; None if it can't make this output."""
-    layout, sized = relaunch.layout, relaunch.sized
+    layout = relaunch.layout
     match recipe:
-        case Computed(_) if sized is not None:
-            return NUMBER, int(sized.outputs[output]), None, None, None, None
-        case OfStorage(number, view) if sized is not None:
-            size, stride, offset = sized.outputs[output]
-            is_first = layout.outputs_of(number)[0] == output
-            if is_first and offset == 0 and (size, stride) == sized.allocations[own[number]][:2]:
-                return WHOLE, own[number], None, None, None, None
-            return PART, own[number], None, size, stride, offset
         case Given(value):
             return GIVEN, 0, value, None, None, None
         case Repeated(first):
@@ -187,11 +171,8 @@ class Relaunch:
         layout: OutputLayout,
         launcher: Launcher | ByNode,
         alignments: Sequence[int],
-        sized: Sized | None = None,
     ) -> None:
-        """`sized`: what a launch computes from the region's sizes."""
         self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments
-        self.sized = sized
         self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.call = bind(self)
         self.launch, self.try_launch = self.call.launch, self.call.try_launch

@@ -17,8 +17,6 @@ The memory of one launch is allocated all at once, so it can be allocated in any
 smallest block that is large enough, and splits it. Small allocations, if they came first, would split the blocks that
 alone are large enough for the large ones.
 
-Describes what a launch of a graph for any size computes from the region's sizes.
-
 Makes a call's outputs from its inputs and the memory that was allocated for it, as a layout says.
 """
 
@@ -38,8 +36,6 @@ from torch_overlay._inductor.relaunch.numbers.expressions import evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch_overlay._inductor.relaunch.numbers.expressions import Expression, Result
 
 
 @dataclass(frozen=True)
@@ -201,18 +197,6 @@ class OutputLayout:
         for region, number in enumerate(self.own, start=len(self.inputs)):
             names[region] = "output " + ", ".join(map(str, self.outputs_of(number)))
         return names | {self.saved_region: "saved", self.scratch_region: "scratch"}
-
-
-@dataclass(frozen=True)
-class Sized:
-    """What a launch computes besides number slots. `expressions`: the results after those of the number slots. Where
-    one of them stands in a size, a stride or an offset, there is a `Result`."""
-
-    expressions: tuple[Expression, ...]
-    allocations: tuple[tuple[Any, Any, torch.dtype], ...]  # (size, stride, dtype) of the layout's own storages
-    outputs: Mapping[int, Any]  # (size, stride, offset) of an output in its storage; a Result for a number
-    scratch: Result | None  # bytes, if they depend on the sizes
-    derived: tuple[tuple[int, Result], ...]  # (region, bytes) where each derived region begins
 
 
 Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"

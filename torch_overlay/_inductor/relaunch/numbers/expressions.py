@@ -146,19 +146,6 @@ CODES = {name: number for number, name in enumerate(OPERATIONS)}  # as in the C 
 LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 
 
-class Result(int):
-    """The number of a program's result, in a place where a launch takes the result: in a size, a stride, an offset."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Result and int(self) == int(other)
-
-    def __hash__(self) -> int:
-        return hash((Result, int(self)))
-
-    def __repr__(self) -> str:
-        return f"Result({int(self)})"
-
-
 @dataclass(frozen=True)
 class RegisterProgram:
     """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then

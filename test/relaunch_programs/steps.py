@@ -1,6 +1,6 @@
-"""Regions of Triton kernels alone, whose sizes are computed at each launch: no size after the second one is captured.
+"""Regions of many sizes, whose code runs as steps of C: no size comes often enough for a graph.
 
-Dynamo may compile a program more than once, each time with a capture: `captures` allows a few.
+Dynamo may compile a program more than once, and two calls of each code show its steps.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ def sizes(k: Kit, rounds: int = 2) -> Iterator[tuple[int, int]]:
         yield size
 
 
-@program("pointwise code of two sizes that vary", launches=16, captures=4)
+@program("pointwise code of two sizes that vary", steps=10)
 def pointwise(k: Kit) -> None:
     f = k.compile(lambda x, y: (x.sin() * y + 1, x.shape[0] + x.shape[1]), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(n, m), k.randn(m)))
 
 
-@program("one size varies first, then both", launches=14, captures=4)
+@program("one size varies first, then both", steps=8)
 def one_then_both(k: Kit) -> None:
     f = k.compile(lambda x: x.cos().sum(1), dynamic=True)
     for n in (4, 9, 30, 17, 64):
@@ -37,7 +37,7 @@ def one_then_both(k: Kit) -> None:
         k.see(f"{n} x {m}", f(k.randn(n, m)))
 
 
-@program("norms and softmax, whose rows are reduced in one block or in a loop", launches=16, captures=4, loose=4)
+@program("norms and softmax, whose rows are reduced in one block or in a loop", steps=10, loose=4)
 def norms(k: Kit) -> None:
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return F.layer_norm(x + y, x.shape[-1:]).softmax(-1), (x * y).amax(1)
@@ -47,14 +47,14 @@ def norms(k: Kit) -> None:
         k.see(f"{n} x {m}", f(k.randn(n, m), k.randn(n, m)))
 
 
-@program("parts of a concatenation begin where a size says", launches=16, captures=4)
+@program("parts of a concatenation begin where a size says", steps=10)
 def concatenation(k: Kit) -> None:
     f = k.compile(lambda x, y: torch.cat([x * 2, y.sin(), x.exp()]).cos(), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(n, m), k.randn(2 * n + 1, m)))
 
 
-@program("a result is read as a whole and in parts", launches=16, captures=4)
+@program("a result is read as a whole and in parts", steps=10)
 def parts_of_a_result(k: Kit) -> None:
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         whole = torch.cat([x.cos(), y.sin()], 1)
@@ -65,14 +65,14 @@ def parts_of_a_result(k: Kit) -> None:
         k.see(f"{n} x {m}", f(k.randn(n, m), k.randn(n, m)))
 
 
-@program("a transposition with a grid of two dimensions", launches=16, captures=4)
+@program("a transposition with a grid of two dimensions", steps=10)
 def transposition(k: Kit) -> None:
     f = k.compile(lambda x: (x.t().contiguous() * 2, x.sum(0)), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(n, m)))
 
 
-@program("scratch memory is shared at every size, and by nothing that is in use", launches=16, captures=4, loose=16)
+@program("memory is used again at every size, and never while it is in use", steps=10, loose=16)
 def chain_of_sums(k: Kit) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         for _ in range(6):
@@ -86,7 +86,7 @@ def chain_of_sums(k: Kit) -> None:
         k.see(f"{n} x {m}", f(k.randn(n, m), k.randn(n, m)))
 
 
-@program("an input is written in place", launches=14, captures=4)
+@program("an input is written in place", steps=8)
 def in_place(k: Kit) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         x.mul_(y.sum())
@@ -98,7 +98,7 @@ def in_place(k: Kit) -> None:
         k.see(f"{n} x {m}", (f(x, k.randn(m)), x))
 
 
-@program("training of pointwise code and norms", launches=16, loose=8)
+@program("training of pointwise code and norms", steps=10, loose=8)
 def training(k: Kit) -> None:
     scale = k.randn(1, grad=True)
 
@@ -113,7 +113,7 @@ def training(k: Kit) -> None:
         scale.grad = None
 
 
-@program("backwards of several sizes are alive", launches=16, loose=8)
+@program("backwards of several sizes are alive", steps=10, loose=8)
 def backwards_alive(k: Kit) -> None:
     f = k.compile(lambda x: (x.sin() * x).softmax(-1).cumsum(0), dynamic=True)
     for round in range(3):
@@ -124,14 +124,14 @@ def backwards_alive(k: Kit) -> None:
         k.see(f"round {round}", [x.grad for x in inputs])
 
 
-@program("outputs of a size live while other sizes run", launches=16, captures=4)
+@program("outputs of a size live while other sizes run", steps=10)
 def outputs_live(k: Kit) -> None:
     f = k.compile(lambda x: (x * 2, x.sum(0), x[1:] + 1), dynamic=True)
     held = [f(k.randn(n, m)) for n, m in sizes(k)]
     k.see("all", held)
 
 
-@program("an output of one size is the input of another", launches=16, captures=4)
+@program("an output of one size is the input of another", steps=10)
 def chained(k: Kit) -> None:
     f = k.compile(lambda x: x[: x.shape[0] - 1].cos() + 1, dynamic=True)
     for _ in range(3):
@@ -141,7 +141,7 @@ def chained(k: Kit) -> None:
         k.see("end", x)
 
 
-@program("parameters of a module, and a size that a module has fixed", launches=16, captures=4, loose=4)
+@program("parameters of a module, and a size that a module has fixed", steps=10, loose=4)
 def parameters(k: Kit) -> None:
     model = k.module(nn.Sequential(nn.LayerNorm(48), nn.GELU(), nn.LayerNorm(48))).eval()
     f = k.compile(lambda x: model(x) * x.shape[0], dynamic=True)
@@ -150,36 +150,36 @@ def parameters(k: Kit) -> None:
             k.see(f"{n} x {m}", f(k.randn(n, 1 + m % 7, 48)))
 
 
-@program("inputs that are aligned to four bytes alone", launches=10, captures=4)
-def misaligned_of_any_size(k: Kit) -> None:
+@program("inputs that are aligned to four bytes alone", steps=4)
+def misaligned_steps(k: Kit) -> None:
     f = k.compile(lambda x: (x.sin() + 1, x.sum(0)), dynamic=True)
     for i, (n, m) in enumerate(sizes(k)):
         x = k.randn(n * m + 3)
         k.see(f"{n} x {m}", f(x[i % 3 :][: n * m].view(n, m)))
 
 
-@program("an integer that counts up beside sizes that vary", launches=16, captures=4)
+@program("an integer that counts up beside sizes that vary", steps=10)
 def number_and_sizes(k: Kit) -> None:
     f = k.compile(lambda x, i: x * i + i, dynamic=True)
     for i, (n, m) in enumerate(sizes(k), start=2):
         k.see(f"{i}", f(k.randn(n, m), i))
 
 
-@program("scans and sums whose blocks depend on the size", launches=14, captures=4, loose=4)
+@program("scans and sums whose blocks depend on the size", steps=8, loose=4)
 def scans(k: Kit) -> None:
     f = k.compile(lambda x: (x.cumsum(1), x.sum(), x.argmax(1), x.var(0)), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(n, m)))
 
 
-@program("half precision, and sums in single precision", launches=16, captures=4, loose=4)
-def half_precision_of_any_size(k: Kit) -> None:
+@program("half precision, and sums in single precision", steps=10, loose=4)
+def half_precision_steps(k: Kit) -> None:
     f = k.compile(lambda x: (F.gelu(x) + 1, x.float().pow(2).mean(-1).rsqrt()), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(n, m, dtype=torch.bfloat16)))
 
 
-@program("sizes on both sides of a bound of the code", launches=11, captures=3)
+@program("sizes on both sides of a bound of the code", steps=5)
 def bounded_sizes(k: Kit) -> None:
     f = k.compile(lambda x: F.pad(x, (0, 0, 0, max(16 - x.shape[0], 0))).cos(), dynamic=True)
     for n in (5, 9, 40, 12, 64, 3, 17, 15, 33, 8, 100, 5, 40):
@@ -187,15 +187,15 @@ def bounded_sizes(k: Kit) -> None:
         k.see(f"{n}", f(k.randn(n, 8)))
 
 
-@program("dropout draws what it draws without graphs", random=True, launches=8)
-def dropout_of_any_size(k: Kit) -> None:
+@program("dropout draws what it draws without graphs", random=True, steps=2)
+def dropout_steps(k: Kit) -> None:
     f = k.compile(lambda x: F.dropout(x, 0.3) + 1, dynamic=True)
     for i, (n, m) in enumerate(sizes(k)):
         k.seed(i)
         k.see(f"{n} x {m}", f(k.randn(n, m)))
 
 
-@program("a library is called in between, at sizes that vary", launches=8)
+@program("a library is called in between, at sizes that vary", steps=2)
 def library_between(k: Kit) -> None:
     f = k.compile(lambda x: (x.sin() @ x.t()).softmax(-1), dynamic=True)
     for n, m in sizes(k):
