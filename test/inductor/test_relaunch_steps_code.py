@@ -51,7 +51,7 @@ class NotedKernel(SizedKernel):
         exec(f"def launcher({given}, stream):\n" + "\n".join(f"    {line}" for line in lines), scope)
         scope["launcher"]._is_static = True
         self.launchers = [scope["launcher"]]
-        self._cached_launcher = scope["launcher"]
+        self._cache_eligible = True
         self.name, self.handle = name, scope["bin"].function
 
 

@@ -58,6 +58,7 @@ WARP = 32
 UNNOTED = "get_raw_stream", "device"  # functions without an effect
 IN_CUDA = "_DeviceGuard", "set_device"
 RENAMES = "copy_if_misaligned"  # may return its argument
+CHECKS = "assert_"  # return True, or raise
 OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 VALUES = torch.dtype, torch.layout, torch.memory_format, torch.device
 
@@ -171,7 +172,8 @@ class Follower(TorchDispatchMode):
         made = list(enumerate(result)) if isinstance(result, (tuple, list)) else [(-1, result)]
         renames = getattr(function, "__name__", "").endswith(RENAMES)
         new = [(i, v) for i, v in made if isinstance(v, torch.Tensor) and (renames or self.slot_of(v) is None)]
-        if type(result) in NUMBERS or any(isinstance(v, (tuple, list)) for _, v in made):
+        is_read = type(result) in (*NUMBERS, bool) and not _name(function).startswith(CHECKS)
+        if is_read or any(isinstance(v, (tuple, list)) for _, v in made):
             self.refuse(f"{_name(function)} returns what is no tensor")
         self.steps.append(step._replace(kept=tuple([(i, self.add(v)) for i, v in new])))
         if self.device.stream_of(self.device.index) != self.stream:
@@ -210,7 +212,7 @@ class Follower(TorchDispatchMode):
     def _kernel(self, kernel: Any, args: Any, kwargs: Any) -> Kernel | None:
         """Return a launch by torch's static launcher; None if it is another one."""
         launchers = getattr(kernel, "launchers", ())
-        if len(launchers) != 1 or set(kwargs) != {"stream"} or getattr(kernel, "_cached_launcher", None) is None:
+        if len(launchers) != 1 or set(kwargs) != {"stream"} or not getattr(kernel, "_cache_eligible", False):
             return None
         (launcher,) = launchers
         if not getattr(launcher, "_is_static", False):
@@ -524,7 +526,9 @@ class Steps:
         self.why_not = ""
         self._in_c: Any = None
         self._before = 0  # runs of what it replaced
-        self._shown: list[Followed] = []
+        self._first: Followed | None = None
+        self._numbers: list[dict[int, Any]] = []  # of all calls that were followed
+        self._decisions: dict[Expression, None] = {}
         is_generated = ALLOCATOR in (namespace_of(model) or {})
         self._left = MOST if is_generated and device.stream_of is not None else 0
         self._lock = threading.Lock()
@@ -560,7 +564,7 @@ class Steps:
         self.__init__(self.model, self.device)
 
     def _refuse(self, why: str) -> None:
-        self.why_not, self._left, self._shown = why, 0, []
+        self.why_not, self._left, self._first = why, 0, None
         log.info("code is run as it is: %s", why)
 
     def _learn(self, shown: Followed | str) -> None:
@@ -568,23 +572,22 @@ class Steps:
         if isinstance(shown, str):
             self._refuse(shown)
             return
-        self._shown.append(shown)
-        first = self._shown[0]
-        if len(self._shown) == 1 and first.numbers:
-            return
+        first = self._first = self._first or shown
+        self._numbers.append(shown.numbers)
+        self._decisions |= shown.decisions
         if not is_same((first.steps, first.result), (shown.steps, shown.result)):
             pairs = zip(first.steps, shown.steps)
             other = next((f": {a}, and {b}" for a, b in pairs if not is_same(a, b)), "")
             self._refuse(f"two calls take different steps{other}"[:500])
             return
-        varied = {k for k in first.numbers for each in self._shown if each.numbers[k] != first.numbers[k]}
+        varied = {k for each in self._numbers for k, v in each.items() if v != first.numbers[k]}
         if not varied and first.numbers:
             return
         pinned = {k: v for k, v in first.numbers.items() if k not in varied}
         if any(type(v) is float for v in pinned.values()):
             return
         conditions = [("zero", ("sub", ("input", k, int), constant(v))) for k, v in pinned.items()]
-        conditions += [*dict.fromkeys(e for each in self._shown for e in each.decisions)]
+        conditions += self._decisions
         device, arguments = self.device, _Builder(first).arguments(conditions)
         bound = {"index": device.index, "stream_of": device.stream_of, "current": device.current}
         self._before = self.runs
