@@ -176,6 +176,30 @@ class TestSteps(StepsTestCase):
         self.assertEqual([each.runs for each in self.steps], [1])
         self.assertEqual(alive[-2:], alive[2:4])  # as the code does it
 
+    def test_results_that_no_step_takes_are_freed_at_once(self):
+        refs, alive = [], []
+
+        def pair(x):
+            made = x + 1, x + 2
+            refs.append(weakref.ref(made[1]))
+            return made
+
+        def seen(x):
+            alive.append(refs[-1]() is not None)
+            return x.clone()
+
+        with torch.library._scoped_library("overlay_steps", "FRAGMENT") as library:
+            library.define("pair(Tensor x) -> (Tensor, Tensor)")
+            library.impl("pair", pair, "CPU")
+            library.impl("pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), "Meta")
+            library.define("seen(Tensor x) -> Tensor")
+            library.impl("seen", seen, "CPU")
+            library.impl("seen", torch.empty_like, "Meta")
+            compiled = self.compiled(lambda x: torch.ops.overlay_steps.seen(torch.ops.overlay_steps.pair(x)[0]))
+            for n in (3, 4, 5, 6):
+                compiled(torch.randn(n))
+        self.assertEqual((alive[-1], [each.runs for each in self.steps]), (False, [1]))
+
     def test_error_of_an_operator(self):
         def checked(x):
             if x.shape[0] == 13:

@@ -57,7 +57,6 @@ GRID = "I"  # the type of a number of blocks
 WARP = 32
 UNNOTED = "get_raw_stream", "device"  # functions without an effect
 IN_CUDA = "_DeviceGuard", "set_device"
-RENAMES = "copy_if_misaligned"  # may return its argument
 CHECKS = "assert_"  # return True, or raise
 OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 VALUES = torch.dtype, torch.layout, torch.memory_format, torch.device
@@ -170,12 +169,12 @@ class Follower(TorchDispatchMode):
     def _note(self, step: Call, result: Any) -> None:
         function = step.function
         made = list(enumerate(result)) if isinstance(result, (tuple, list)) else [(-1, result)]
-        renames = getattr(function, "__name__", "").endswith(RENAMES)
-        new = [(i, v) for i, v in made if isinstance(v, torch.Tensor) and (renames or self.slot_of(v) is None)]
         is_read = type(result) in (*NUMBERS, bool) and not _name(function).startswith(CHECKS)
         if is_read or any(isinstance(v, (tuple, list)) for _, v in made):
             self.refuse(f"{_name(function)} returns what is no tensor")
-        self.steps.append(step._replace(kept=tuple([(i, self.add(v)) for i, v in new])))
+        # Also a result that is an argument gets a slot: at another call, it may be a copy.
+        kept = tuple([(i, self.add(v)) for i, v in made if isinstance(v, torch.Tensor)])
+        self.steps.append(step._replace(kept=kept))
         if self.device.stream_of(self.device.index) != self.stream:
             self.refuse("it changes the current stream")
 
@@ -204,7 +203,7 @@ class Follower(TorchDispatchMode):
         return result
 
     def _run(self, kernel: Any, args: Any, kwargs: Any) -> Call:
-        """Return the launch as a call. The stream is found at each run: the step takes a slot that C fills."""
+        """Return the launch as a call, which finds the stream at each run."""
         rest = {name: value for name, value in kwargs.items() if name != "stream"}
         function = _OnStream(kernel, self.device)
         return Call(function, tuple(map(self.operand, (*args, *rest.values()))), tuple(rest), ())
