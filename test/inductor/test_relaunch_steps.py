@@ -3,6 +3,7 @@ kernels that C launches are those of a driver that records them."""
 
 import ctypes
 import itertools
+import os
 import threading
 import types
 import weakref
@@ -254,6 +255,104 @@ class TestSteps(StepsTestCase):
         with mock.patch.object(code, "model", lambda given: inputs.extend(given)), Mode():
             code.run([5])
         self.assertEqual((inputs, code.runs), ([5], 1))
+
+
+class TestWrittenCode(StepsTestCase):
+    """Code with a generated module's globals, written for what Inductor seldom generates."""
+
+    def code(self, *lines, **namespace):
+        scope = {"torch": torch, "aten": torch.ops.aten, "empty_strided_cuda": torch.empty_strided, **namespace}
+        body = "".join(f"    {line}\n" for line in lines)
+        exec(f"def call(args):\n    x, n = args\n    args.clear()\n{body}", scope)
+        return Steps(scope["call"], DEVICE)
+
+    def check(self, code, calls, expected):
+        for n in calls:
+            x = torch.randn(n)
+            self.assertEqual(code.run([x, n])[0], expected(x, n), rtol=0, atol=0)
+
+    def test_steps_are_for_the_outcomes_of_comparisons_that_were_shown(self):
+        code = self.code("return (aten.mul(x, 2.0) if n > 5 else aten.add(x, n),)")
+        self.check(code, (7, 8, 9, 3, 6, 5, 20), lambda x, n: x * 2 if n > 5 else x + n)
+        self.assertEqual((code.runs, code.why_not), (3, ""))
+
+    def test_what_code_does_unnoticed_with_a_number_differs_in_the_second_call(self):
+        code = self.code("return (aten.add(x, int(n)),)")
+        self.check(code, (7, 8, 9), lambda x, n: x + n)
+        self.assertIn("two calls take different steps", code.why_not)
+
+    def test_float_that_was_the_same(self):
+        code = self.code("return (aten.mul(x, n),)")
+        for n in (0.5, 0.5, 0.25, 0.75):
+            x = torch.randn(3)
+            self.assertEqual(code.run([x, n])[0], x * n)
+        self.assertEqual(code.runs, 1)
+
+    def test_what_steps_do_not_express(self):
+        refused = {
+            "returns what is no tensor": "return (aten.mul(x, 2.0 if x.sum().item() > 0 else 3.0),)",
+            "is_nonzero returns": "return (aten.mul(x, 2.0 if aten.is_nonzero(aten.sum(x)) else 3.0),)",
+            "another stream": "kernel.run(x, stream=3); return (aten.mul(x, 2.0),)",
+            "torch.cuda.synchronize": "torch.cuda.synchronize and None; return (aten.mul(x, 2.0),)",
+            "it uses torch.backends": "torch.backends; return (aten.mul(x, 2.0),)",
+            "it uses os": "os.getpid(); return (aten.mul(x, 2.0),)",
+            "it uses held": "return (aten.mul(x, held[0]),)",
+        }
+        kernel = types.SimpleNamespace(run=lambda *args, stream: None)
+        for why, line in refused.items():
+            with self.subTest(line):
+                code = self.code(line, kernel=kernel, os=os, held=[torch.ones(1)])
+                code.run([torch.randn(3), 3])
+                self.assertIn(why, code.why_not)
+
+    def test_tensor_among_the_globals_is_a_constant(self):
+        code = self.code("return (aten.mul(x, constant0),)", constant0=torch.tensor(3.0))
+        self.check(code, (3, 4, 5), lambda x, n: x * 3)
+        self.assertEqual((code.runs, code.why_not), (1, ""))
+
+    def test_kernel_of_another_launcher_gets_the_stream_of_each_run(self):
+        streams = []
+
+        def run(x, n, stream):
+            streams.append((n, stream))
+            x.add_(n)
+
+        code = self.code(
+            "stream0 = get_raw_stream(0)",
+            "kernel.run(x, n, stream=stream0)",
+            "return (x,)",
+            kernel=types.SimpleNamespace(run=run),
+            get_raw_stream=lambda index: 7,
+        )
+        for n in (3, 4, 5):
+            x = torch.zeros(n)
+            self.assertEqual(code.run([x, n])[0], torch.full((n,), float(n)))
+        self.assertEqual((streams, code.runs), ([(3, 7), (4, 7), (5, 7)], 1))
+
+    def test_other_threads_use_the_globals_as_they_are(self):
+        entered, done = threading.Event(), threading.Event()
+
+        def waits(x):
+            if not entered.is_set():
+                entered.set()
+                done.wait(60)
+            return x + 1
+
+        code = self.code("return (aten.mul(waits(x), 2.0),)", waits=waits)
+        results = []
+
+        def other():
+            entered.wait(60)
+            results.append(code.run([torch.ones(4), 4])[0])
+            done.set()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        self.check(code, (3,), lambda x, n: (x + 1) * 2)
+        thread.join()
+        self.assertEqual(results, [torch.full((4,), 4.0)])
+        self.check(code, (5, 6), lambda x, n: (x + 1) * 2)
+        self.assertEqual(code.runs, 1)
 
 
 class Kernel:

@@ -12,6 +12,7 @@ Python takes longer for it than the device where sizes are small, and a size tha
    usual meanwhile, so no step is taken twice.
 2. What code does with a number unnoticed, a second call with other numbers shows: then its steps aren't the same.
    Numbers that were the same in both calls are conditions. A call in which one has another value is followed again.
+   Comparisons of numbers are conditions, too, and a call with another outcome runs as it is.
 3. C takes the steps (`csrc/steps.c`): it computes the numbers, launches Triton's kernels by the driver, and calls all
    other functions as generated code does, on tensors that it drops after their last use. So memory is allocated and
    freed as before, and libraries choose what they launch.
@@ -527,7 +528,6 @@ class Steps:
         self._before = 0  # runs of what it replaced
         self._first: Followed | None = None
         self._numbers: list[dict[int, Any]] = []  # of all calls that were followed
-        self._decisions: dict[Expression, None] = {}
         is_generated = ALLOCATOR in (namespace_of(model) or {})
         self._left = MOST if is_generated and device.stream_of is not None else 0
         self._lock = threading.Lock()
@@ -572,8 +572,9 @@ class Steps:
             self._refuse(shown)
             return
         first = self._first = self._first or shown
+        if shown.decisions.keys() != first.decisions.keys():
+            return  # the steps are for the same outcomes
         self._numbers.append(shown.numbers)
-        self._decisions |= shown.decisions
         if not is_same((first.steps, first.result), (shown.steps, shown.result)):
             pairs = zip(first.steps, shown.steps)
             other = next((f": {a}, and {b}" for a, b in pairs if not is_same(a, b)), "")
@@ -586,7 +587,7 @@ class Steps:
         if any(type(v) is float for v in pinned.values()):
             return
         conditions = [("zero", ("sub", ("input", k, int), constant(v))) for k, v in pinned.items()]
-        conditions += self._decisions
+        conditions += first.decisions
         device, arguments = self.device, _Builder(first).arguments(conditions)
         bound = {"index": device.index, "stream_of": device.stream_of, "current": device.current}
         self._before = self.runs
