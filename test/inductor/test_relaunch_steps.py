@@ -239,23 +239,6 @@ class TestSteps(StepsTestCase):
             thread.join()
         self.assertEqual(wrong, [])
 
-    def test_code_under_a_dispatch_mode_runs_as_it_is(self):
-        seen = []
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                seen.append(func)
-                return func(*args, **(kwargs or {}))
-
-        compiled = self.compiled(lambda x: x @ x.t())
-        for n in (3, 4, 5, 6):
-            compiled(torch.randn(n, 4))
-        (code,) = self.steps
-        inputs = []
-        with mock.patch.object(code, "model", lambda given: inputs.extend(given)), Mode():
-            code.run([5])
-        self.assertEqual((inputs, code.runs), ([5], 1))
-
 
 class TestWrittenCode(StepsTestCase):
     """Code with a generated module's globals, written for what Inductor seldom generates."""
@@ -304,6 +287,21 @@ class TestWrittenCode(StepsTestCase):
                 code = self.code(line, kernel=kernel, os=os, held=[torch.ones(1)])
                 code.run([torch.randn(3), 3])
                 self.assertIn(why, code.why_not)
+
+    def test_code_under_a_dispatch_mode_runs_as_it_is(self):
+        seen = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        code = self.code("return (aten.mul(x, 2.0),)")
+        self.check(code, (3, 4, 5), lambda x, n: x * 2)
+        inputs = [torch.ones(6), 6]
+        with Mode():
+            code.run(inputs)
+        self.assertEqual((seen, code.runs), ([torch.ops.aten.mul.Tensor], 1))
 
     def test_tensor_among_the_globals_is_a_constant(self):
         code = self.code("return (aten.mul(x, constant0),)", constant0=torch.tensor(3.0))
