@@ -330,13 +330,12 @@ class TestWrittenCode(StepsTestCase):
     def test_other_threads_use_the_globals_as_they_are(self):
         entered, done = threading.Event(), threading.Event()
 
-        def waits(x):
+        def waits(index):
             if not entered.is_set():
                 entered.set()
                 done.wait(60)
-            return x + 1
 
-        code = self.code("return (aten.mul(waits(x), 2.0),)", waits=waits)
+        code = self.code("get_raw_stream(0)", "return (aten.mul(x, 2.0),)", get_raw_stream=waits)
         results = []
 
         def other():
@@ -346,11 +345,11 @@ class TestWrittenCode(StepsTestCase):
 
         thread = threading.Thread(target=other)
         thread.start()
-        self.check(code, (3,), lambda x, n: (x + 1) * 2)
+        self.check(code, (3,), lambda x, n: x * 2)
         thread.join()
-        self.assertEqual(results, [torch.full((4,), 4.0)])
-        self.check(code, (5, 6), lambda x, n: (x + 1) * 2)
-        self.assertEqual(code.runs, 1)
+        self.assertEqual(results, [torch.full((4,), 2.0)])
+        self.check(code, (5, 6), lambda x, n: x * 2)
+        self.assertEqual((code.runs, code.why_not), (1, ""))
 
 
 class Kernel:
