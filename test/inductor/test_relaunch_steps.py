@@ -243,10 +243,10 @@ class TestSteps(StepsTestCase):
 class TestWrittenCode(StepsTestCase):
     """Code with a generated module's globals, written for what Inductor seldom generates."""
 
-    def code(self, *lines, **namespace):
+    def code(self, *lines, names="x, n", **namespace):
         scope = {"torch": torch, "aten": torch.ops.aten, "empty_strided_cuda": torch.empty_strided, **namespace}
         body = "".join(f"    {line}\n" for line in lines)
-        exec(f"def call(args):\n    x, n = args\n    args.clear()\n{body}", scope)
+        exec(f"def call(args):\n    {names} = args\n    args.clear()\n{body}", scope)
         return Steps(scope["call"], DEVICE)
 
     def check(self, code, calls, expected):
@@ -265,11 +265,19 @@ class TestWrittenCode(StepsTestCase):
         self.assertIn("two calls take different steps", code.why_not)
 
     def test_float_that_was_the_same(self):
-        code = self.code("return (aten.mul(x, n),)")
-        for n in (0.5, 0.5, 0.25, 0.75):
-            x = torch.randn(3)
-            self.assertEqual(code.run([x, n])[0], x * n)
+        code = self.code("return (aten.mul(x, f),)", names="x, n, f")
+        for n, f in ((3, 0.5), (4, 0.5), (5, 0.25), (6, 0.75)):
+            x = torch.randn(n)
+            self.assertEqual(code.run([x, n, f])[0], x * f)
         self.assertEqual(code.runs, 1)
+
+    def test_tensor_that_no_step_made(self):
+        code = self.code("return (aten.mul(x, x.grad),)")
+        for n in (3, 4, 5):
+            x = torch.randn(n)
+            x.grad = torch.ones(n)
+            self.assertEqual(code.run([x, n])[0], x)
+        self.assertIn("no step made", code.why_not)
 
     def test_what_steps_do_not_express(self):
         refused = {
