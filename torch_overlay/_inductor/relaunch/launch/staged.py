@@ -41,7 +41,6 @@ def launchable(
 
 class Split:
     try_launch = None
-    sized = None
 
     def __init__(
         self,
