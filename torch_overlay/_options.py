@@ -85,7 +85,6 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "cudagraphs": Option('"relaunch", "trees" or "off"', lambda v: type(v) is str and v in MODES, str.lower),
     "cudagraph_templates": COUNT,
-    "cudagraph_executables": COUNT,
     "cudagraph_verify": SWITCH,
     "cudagraph_concurrency": SWITCH,
     "cudagraph_rewrites": SWITCH,

@@ -46,13 +46,8 @@ activation_offload: Any = None
 # graph for a region, whose pointers are patched for each call; "trees", PyTorch's own; "off", none.
 cudagraphs: str = "relaunch"
 
-# A region keeps up to this many graphs for different sizes; the least recently used graph is dropped. Sizes that share
-# an executable graph take memory of the host only, and 4 times as many are kept.
+# A region keeps up to this many graphs for different sizes; the least recently used graph is dropped.
 cudagraph_templates: int = 64
-
-# Sizes of a region beyond the first four share up to this many executable graphs, one for each set of nodes, edges and
-# clusters; with the least recently chosen one go the graphs of its sizes. 0: each size has its own.
-cudagraph_executables: int = 64
 
 # Every relaunch is compared with the compiled code, run on copies of the inputs. Slow; for tests and bug reports.
 cudagraph_verify: bool = False

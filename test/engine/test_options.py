@@ -34,7 +34,6 @@ WRONG = {
     ),
     "cudagraphs": ("abc", "", "Trees", None, True, False, 1, ["off"]),
     "cudagraph_templates": (-3, -1, 2.0, math.nan, "x", "64", None, True),
-    "cudagraph_executables": (-1, 2.0, "x", None, True),
 }
 RIGHT = {
     **dict.fromkeys(SWITCHES, (True, False)),
@@ -43,7 +42,6 @@ RIGHT = {
     "activation_offload": (None, "auto", {"budget_gb": 12.5}, {"budget_gb": 0, "strict": False, "min_bytes": 1}),
     "cudagraphs": MODES,
     "cudagraph_templates": (0, 1, 64),
-    "cudagraph_executables": (0, 4),
 }
 
 

@@ -47,7 +47,6 @@ OPTIONS = (
     {"cudagraph_rewrites": False},
     {"cudagraph_verify": True},
     {"cudagraph_templates": 3},
-    {"cudagraph_executables": 0},
 )
 
 

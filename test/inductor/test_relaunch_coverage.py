@@ -109,7 +109,7 @@ class TestCounts(RelaunchTestCase):
         self.assertEqual(run.launched() + sum(run.outside.values()), 12)
 
     def test_graphs_that_were_replaced_are_counted(self):
-        states = States(4, 0)
+        states = States(4)
         for launches in (3, 2):
             stage = SimpleNamespace(totals=[launches])
             states.set_graph(states.of(()), SimpleNamespace(stages=[stage]))

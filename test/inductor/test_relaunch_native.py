@@ -4,7 +4,6 @@ The driver is `relaunch_driver`'s.
 """
 
 import ctypes
-import dataclasses
 import functools
 import gc
 import importlib.util
@@ -27,6 +26,7 @@ from stand_ins.relaunch_driver import At, kernel, Patched, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import make_blocks
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -492,51 +492,17 @@ class TestExec(DriverCase):
         )
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
 
-    def test_after_an_error_another_graph_of_the_executable_sets_every_node(self):
-        """The nodes of the graph that failed have in their blocks what the executable doesn't hold."""
-        shared = self.module.Shared(2)
-        nodes, slots = [kernel(0, word(1)), kernel(1, word(2))], [PointerSlot(k, 0, 0, 0, 0) for k in (0, 1)]
-        one, other = (self.make(nodes, slots, 1, shared) for _ in range(2))
-        other.patch([0x9000])
-        one.patch([0x7000])
-        driver.fail("cuGraphExecKernelNodeSetParams", INVALID)
-        with self.assertRaisesRegex(RuntimeError, r"at node 0 \(kernel_0\)"):
-            one.patch([0x9000])
-        self.set()
-        other.patch([0x9000])
-        self.assertEqual(self.set(), {0x1000: [word(0x9000).hex()], 0x1001: [word(0x9000).hex()]})
-
-    def test_graphs_of_one_executable_set_what_differs(self):
-        """In a value, in a function, or in what goes with it; not in the handle of another graph's node."""
-        shared = self.module.Shared(3)
-        fill, copy = FillNode(1, 0x51, 0, 9, 4, 100, 1, 0), CopyNode(2, 0x52, 0, 0, 64, 1, 1, 64, 1, 64, 1)
-        slots = [PointerSlot(0, 0, 0, 0, 0), PointerSlot(1, 0, 0, 1, 0), PointerSlot(2, 1, 0, 1, 0)]
-
-        def make(*nodes):
-            return self.make(nodes, slots, 2, shared)
-
-        nodes = kernel(0, word(1), word(5)), fill, copy
-        first = make(*nodes)
-        self.assertEqual(first.patch([1, 2]), 3)
-        for other, count in (
-            (nodes, 0),
-            ((kernel(0, word(1), word(6)), fill, copy), 1),
-            ((kernel(0, word(1), word(5), handle=0x77), fill, copy), 0),
-            ((kernel(0, word(1), word(5), func=relaunch_driver.function(8)), fill, copy), 1),
-            ((kernel(0, word(1), word(5), kern=0x78), fill, copy), 1),
-            ((kernel(0, word(1), word(5), grid=(1, 2, 4)), fill, copy), 1),
-            ((kernel(0, word(1)), fill, copy), 1),
-            ((nodes[0], kernel(1, word(2)), copy), 1),
-            ((nodes[0], dataclasses.replace(fill, value=8), copy), 1),
-            ((nodes[0], fill, dataclasses.replace(copy, width=32)), 1),
-            ((nodes[0], dataclasses.replace(fill, width=99), dataclasses.replace(copy, height=2)), 2),
-        ):
-            with self.subTest(other=other):
-                made = make(*other)
-                self.assertEqual([each.patch([1, 2]) for each in (made, first, made, first)], [3, *[count] * 3])
-        made.patch([1, 3])
-        del made
-        self.assertEqual(first.patch([1, 2]), 3, "it isn't known what the executable holds")
+    def test_launcher_that_has_forgotten_its_nodes_launches_on(self):
+        nodes = (kernel(0, word(1)), kernel(1, word(3)))
+        template = Template(3, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
+        part = mock.Mock(spec=Part)
+        part.raw_cuda_graph_exec.return_value = relaunch_driver.EXECUTABLE
+        with mock.patch.object(executable, "implementation", lambda: self.module):
+            launcher = executable.Launcher(part, template, True)
+        launcher.forget()
+        self.assertEqual((launcher.template, launcher.nodes), (Template(3, (), ()), 2))
+        relaunch_driver.call_of(launcher.exec, positions=(0,), masks=(0,)).launch([relaunch_driver.At(0x7000)])
+        self.assertEqual(self.set(), dict.fromkeys((0x1000, 0x1001), [word(0x7000).hex()]))
 
     def test_bad_base_changes_nothing(self):
         exec = self.pair()
@@ -820,11 +786,6 @@ class TestArguments(TestCase):
         self.check(TypeError, r"a node is \(kind, handle, context, label", make, 0, (self.NODE[:3],), (), 1)
         self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, 0, (self.NODE,), (0,), 1)
         self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, 0, (self.NODE,), ((0, 0),), 1)
-
-    def test_what_is_shared(self):
-        shared = relaunch_driver.module().Shared(1)
-        for numbers, message in (((), "each node needs a number"), ((1,), "a node that the executable doesn't have")):
-            self.check(ValueError, message, self.blocks, 0, (self.NODE,), (), 0, (), (shared, numbers))
         far = (*self.NODE[:5], (73,))
         self.check(ValueError, "an argument lies outside of its block", self.blocks, 0, (far,), (), 0)
 

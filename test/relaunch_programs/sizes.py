@@ -1,4 +1,4 @@
-"""Sizes that share an executable: what a launch of another size left in the nodes must never be seen."""
+"""Regions of many sizes, each with a graph of its own: no launch may see what a launch of another size left."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def in_turn(k: Kit, sizes: tuple[int, ...], rounds: int = 4) -> Iterator[int]:
         yield n
 
 
-SIZES = (5, 12, 7, 33, 16, 20, 9, 40, 6, 27)  # more than have executables of their own
+SIZES = (5, 12, 7, 33, 16, 20, 9, 40, 6, 27)
 
 
 @program("sizes at which libraries choose other kernels", launches=12)
@@ -208,8 +208,8 @@ def two_functions(k: Kit) -> None:
         k.see(f"{n}", (f(x), g(x), f(x[: n // 2 + 2])))
 
 
-@program("more sets of nodes than executables are kept", launches=4, config={"cudagraph_executables": 2})
-def few_executables(k: Kit) -> None:
+@program("more sets of nodes than graphs are kept", launches=8, refusals=True, config={"cudagraph_templates": 2})
+def few_graphs(k: Kit) -> None:
     f = k.compile(lambda x: (x.sort(0).values, (x @ x.t()).sum(0)), dynamic=True)
     for n in in_turn(k, (4, 600, 2100, 70, 5000, 1200, 50, 700, 2500), 3):
         k.see(f"{n}", f(k.randn(n, 8)))

@@ -84,13 +84,6 @@ class RelaunchTestCase(TestCase):
         for module, name, value in (*limits, (runner, "LARGE", 1), (chunks, "LITTLE", 0)):
             self.enterContext(mock.patch.object(module, name, value))
 
-    def call_with_clusters(self, call, sizes):
-        """Call sizes twice each that all launch other clusters."""
-        for n in sizes:
-            self.device.attributes = n.to_bytes(8, "little") * 72
-            call(n)
-            call(n)
-
     def counted(self, name):
         return counters["torch_overlay"]["cudagraph_" + name]
 

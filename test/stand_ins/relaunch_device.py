@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import mmap
 import struct
 import threading
@@ -20,12 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _pop_mode_temporarily,
-    TorchDispatchMode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stand_ins import relaunch_driver
@@ -36,11 +32,10 @@ from torch_overlay._inductor.relaunch.governor import Governor
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import ByNode, emptied, make_blocks
+from torch_overlay._inductor.relaunch.launch.executable import emptied, make_blocks
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
-from torch_overlay.orders import only_order
 
 
 ARENA = 1 << 20
@@ -211,7 +206,6 @@ class Recording:
         self.fixed: list[int] = []
         self.operations: list[Any] = []
         self.closed = False
-        self.pool: Any = None  # that the thread's allocations come from
         device.open += 1
 
     def __enter__(self) -> Recording:
@@ -272,21 +266,8 @@ class Recording:
     def new_pool(self) -> Any:
         return object()
 
-    @contextlib.contextmanager
     def within(self, pool: Any) -> Any:
-        before, self.pool = self.pool, pool
-        try:
-            yield
-        finally:
-            self.pool = before
-
-    @contextlib.contextmanager
-    def without_modes(self) -> Any:
-        """Keep operators from the modes above this recording's."""
-        with contextlib.ExitStack() as stack:
-            while not isinstance(_get_current_dispatch_mode(), Recorder):
-                stack.enter_context(_pop_mode_temporarily())
-            yield
+        return contextlib.nullcontext()
 
     def noting_lines(self, namespace: Any) -> Any:
         return contextlib.nullcontext()
@@ -322,12 +303,10 @@ class Recording:
     def graph(self, segments: Any) -> CapturedGraph:
         """An operation has a function by its operator, a block that says how many parameters it has, and which
         operation it is, sizes included, and a grid if it is a kernel's."""
-        count = len(self.operations)
-        last = count - 1 if self.owner.lists_backwards else 0  # node i is operation |last - i|
         nodes = tuple(
             KernelNode(
                 index=i,
-                handle=abs(last - i),
+                handle=i,
                 name=str(operation[0]),
                 func=self.owner.function_of(operation),
                 kern=0,
@@ -336,11 +315,10 @@ class Recording:
                 block=(len(operation[4]), self.owner.number_of(operation[:4]), 1),
                 shared_bytes=0,
                 parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
-                attributes=self.owner.attributes,
             )
-            for i, operation in enumerate(self.operations[::-1] if last else self.operations)
+            for i, operation in enumerate(self.operations)
         )
-        edges = tuple((abs(last - i), abs(last - i - 1)) for i in range(count - 1))
+        edges = tuple(itertools.pairwise(range(len(nodes))))
         return CapturedGraph(nodes, edges, tuple(segments), self.low, self.high)
 
     def discard(self) -> None:
@@ -361,45 +339,28 @@ class Launcher:
     rebuild = None
     MOST = 64
 
-    def __init__(self, device: FakeDevice, template: Any, varies: Any = None, of: Launcher | None = None) -> None:
+    def __init__(self, device: FakeDevice, template: Any) -> None:
         self.device, self.template = device, template
-        self.order = [node.index for node in template.nodes]
         kernels = [node for node in template.nodes if isinstance(node, KernelNode)]
         self.nodes, self.slots = len(kernels), len(template.slots)
-        if of is None:
-            self.places = [
-                (ctypes.c_uint64 * (5 + self.MOST))(
-                    len(node.parameters),
-                    node.block[1],
-                    *node.grid,
-                    *(int.from_bytes(value, "little") for _, value in node.parameters),
-                )
-                for node in kernels
-            ]
-            me = weakref.ref(self)
-            self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
-            self.shared = None if varies is None else self._shared(kernels, varies)
-        else:
-            self.of, self.places, self.run, self.shared = of, of.places, of.run, of.shared
+        self.places = [
+            (ctypes.c_uint64 * (5 + self.MOST))(
+                len(node.parameters),
+                node.block[1],
+                *node.grid,
+                *(int.from_bytes(value, "little") for _, value in node.parameters),
+            )
+            for node in kernels
+        ]
+        me = weakref.ref(self)
+        self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(kernels, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
         given = dataclasses.replace(template, nodes=tuple(nodes))
-        self.exec = make_blocks(device.module, handle, given, self.shared)
-
-    def _shared(self, kernels: Any, graph: Any) -> Any:
-        own = {node.index for node in kernels}
-        order = only_order(len(graph.nodes), self.device.edges)
-        launches = None if order is None else tuple((i, b"") for i in order if i in own)
-        return self.device.module.Shared(1 + max(own, default=-1), launches)
+        self.exec = make_blocks(device.module, handle, given)
 
     def forget(self) -> None:
         self.template = emptied(self.template)
-
-    def with_template(self, template: Any) -> Launcher:
-        """A launcher of the same executable; the nodes of the other template come in the order of this one's."""
-        nodes = {node.index: node for node in template.nodes}
-        ordered = dataclasses.replace(template, nodes=tuple(nodes[index] for index in self.order))
-        return Launcher(self.device, ordered, of=self)
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -440,7 +401,6 @@ class FakeDevice:
         self.fail_captures = 0
         self.kept: list[int] = []  # what captures leave in use
         self.free_blocks: list[int] = []  # sizes
-        self.attributes = b""  # of the nodes that are captured
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
         self.captured_by_user = False
         self.broken = False  # is the capture that is under way?
@@ -454,18 +414,6 @@ class FakeDevice:
         self.arrangements: list[Any] = []
         self.concurrent = self.cuts = True  # may nodes run side by side, and can a graph be cut into stages?
         self.relaxed = 0  # graphs in which something runs side by side
-        self.lists_backwards = False  # as the driver may list nodes in another order than that of their launch
-        me = weakref.ref(self)
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
-        self.run = kind(lambda shape, arguments: me()._run(shape, arguments))  # type: ignore[union-attr]
-        relaunch_driver.driver().library.stub_run(self.run)
-
-    def _run(self, shape: Any, arguments: Any) -> int:
-        """Run the kernel of a node. Its block says how many words it has, and which operation it is."""
-        words = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(shape[3])]
-        with torch.no_grad():
-            self.execute(shape[4], tuple(shape[:3]), words)
-        return 0
 
     def execute(self, number: int, grid: tuple[int, ...], words: Any) -> None:
         """Run an operation by its number, at the addresses and with the numbers among the words."""
@@ -572,7 +520,7 @@ class FakeDevice:
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
 
-    def instantiate(self, captured: Any, arrangement: Any, varies: Any = None) -> tuple[Any, list[Launcher]]:
+    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[Launcher]]:
         operations = captured.recording.operations
         if arrangement.stages and not self.cuts:
             arrangement = arrangement.whole
@@ -581,19 +529,12 @@ class FakeDevice:
         made = []
         for template in [stage.template for stage in arrangement.stages] or [arrangement.template]:
             order = sorted(template.nodes, key=lambda node: at[node.index])
-            made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order)), varies))
+            made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order))))
         self.launchers += made
         return arrangement, made
 
-    def order_of(self, captured: Any, graph: Any) -> Any:
-        return only_order(len(graph.nodes), graph.edges)
-
-    def by_node(self, template: Any, order: Any) -> ByNode:
-        with mock.patch.object(executable, "implementation", lambda: self.module):
-            return ByNode(template, order)
-
-    def launcher(self, template: Any, varies: Any) -> Launcher:
-        return Launcher(self, template, varies)
+    def launcher(self, template: Any) -> Launcher:
+        return Launcher(self, template)
 
 
 @contextlib.contextmanager

@@ -17,27 +17,15 @@ DRIVER = (
     memory_driver.DRIVER
     + r"""
 static int delivering;
-static int (*run_kernel)(const unsigned *, void **);
 static void *captured_stream, *broken_stream, *can_copy;
-static const void *tight;
-static unsigned tight_limit;
 
 void stub_reset(void) {
     memory_reset();
     delivering = 0;
     captured_stream = broken_stream = can_copy = NULL;
-    tight = NULL;
-}
-/* How much shared memory one function may have; it is set for that one alone. */
-void stub_limit(const void *func, unsigned bytes) { tight = func; tight_limit = bytes; }
-int cuFuncSetAttribute(void *func, int attribute, int value) {
-    if (func != tight || attribute != 8) return 1;
-    tight_limit = value;
-    return 0;
 }
 int cuKernelGetFunction(void **func, void *kernel) { *func = kernel; return 0; }
 void stub_deliver(void) { delivering = 1; }
-void stub_run(int (*run)(const unsigned *, void **)) { run_kernel = run; }
 void stub_streams(void *captured, void *broken) { captured_stream = captured; broken_stream = broken; }
 
 int cuStreamIsCapturing(void *stream, int *status) {
@@ -92,28 +80,20 @@ int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kern
     if (kernel->extra) code = 1;
     DONE
 }
-typedef struct { int id, unused; uint64_t value[8]; } Attribute;
-typedef struct { unsigned shape[7]; void *stream; const Attribute *attributes; unsigned count; } Config;
+typedef struct { unsigned shape[7]; void *stream; const void *attributes; unsigned count; } Config;
 int cuLaunchKernelEx(const Config *config, const uint64_t *func, void **arguments, void **extra) {
-    char values[3000] = "-", *at = values, attributes[500] = "-", *to = attributes;
+    char values[3000] = "-", *at = values;
     int code;
     pthread_mutex_lock(&lock);
     code = fails("cuLaunchKernelEx");
-    if (func == tight && config->shape[6] > tight_limit) code = 1;
-    if (delivering) {
-        pthread_mutex_unlock(&lock);
-        return code ? code : run_kernel(config->shape, arguments);
-    }
     if (logging) for (uint64_t i = 0; i < func[0]; i++) {
         bytes_of(at, arguments[i], func[i + 1]);
         at += strlen(at);
         if (i + 1 < func[0]) *at++ = ',';
     }
-    for (unsigned i = 0; i < config->count; i++)
-        to += sprintf(to, "%s%d:%lx", i ? "," : "", config->attributes[i].id, (long)config->attributes[i].value[0]);
-    if (!code) say("run %#lx %u,%u,%u %u,%u,%u %u %#lx %s %s", (long)func, config->shape[0], config->shape[1],
+    if (!code) say("run %#lx %u,%u,%u %u,%u,%u %u %#lx %s %u", (long)func, config->shape[0], config->shape[1],
                    config->shape[2], config->shape[3], config->shape[4], config->shape[5], config->shape[6],
-                   (long)config->stream, values, attributes);
+                   (long)config->stream, values, config->count);
     if (extra) code = 1;
     DONE
 }
@@ -231,9 +211,9 @@ class Patched:
     """An executable whose regions are the inputs of a call. `patch` launches it at other addresses, and returns how
     many nodes were set."""
 
-    def __init__(self, nodes: Any, slots: Any, regions: int, shared: Any = None, rebuild: Any = None) -> None:
+    def __init__(self, nodes: Any, slots: Any, regions: int, rebuild: Any = None) -> None:
         template = Template(regions, tuple(nodes), tuple(slots))
-        blocks = executable.make_blocks(module(), EXECUTABLE, template, shared, rebuild)
+        blocks = executable.make_blocks(module(), EXECUTABLE, template, rebuild)
         self.call = call_of(blocks, positions=tuple(range(regions)), masks=(0,) * regions)
 
     def patch(self, inputs: Any) -> int:

@@ -30,3 +30,25 @@ class TestOrders(TestCase):
 
     def test_circle_is_left_out(self):
         self.assertEqual(orders.sort({0: [1], 1: [2], 2: [1, 3], 3: []}), [0])
+
+
+class TestOnlyOrder(TestCase):
+    def test_chain(self):
+        self.assertEqual(orders.only_order(3, [(0, 1), (1, 2)]), (0, 1, 2))
+        self.assertEqual(orders.only_order(3, [(2, 0), (0, 1), (2, 1)]), (2, 0, 1))
+        self.assertEqual((orders.only_order(1, []), orders.only_order(0, [])), ((0,), ()))
+
+    def test_several_orders(self):
+        for nodes, edges in ((2, []), (3, [(0, 1)]), (3, [(0, 1), (0, 2)]), (4, [(0, 2), (1, 2), (2, 3)])):
+            self.assertIsNone(orders.only_order(nodes, edges))
+
+    def test_drawn(self):
+        draw = random.Random(3)
+        for _ in range(50):
+            nodes = draw.randrange(2, 12)
+            order = draw.sample(range(nodes), nodes)
+            chain = list(zip(order, order[1:]))
+            implied = [(order[i], order[draw.randrange(i + 1, nodes)]) for i in range(nodes - 1)]
+            self.assertEqual(orders.only_order(nodes, [*implied, *chain]), tuple(order))
+            chain.pop(draw.randrange(len(chain)))
+            self.assertIsNone(orders.only_order(nodes, chain))

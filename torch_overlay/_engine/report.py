@@ -31,7 +31,6 @@ FEATURES = {
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
     "cudagraphs": "who makes CUDA graphs of compiled code: relaunch, trees or off",
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
-    "cudagraph_executables": "sizes of a region share so many executable graphs",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
     "cudagraph_concurrency": "independent kernels of a graph run side by side",
     "cudagraph_rewrites": "small host tensors that a graph reads are kept on the device",

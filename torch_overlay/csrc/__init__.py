@@ -41,16 +41,6 @@ class DriverError(RuntimeError):
         super().__init__(f"CUDA driver error in {function}: {text} ({code})" + (f", at {where}" if where else ""))
         self.function, self.code, self.where = function, code, where
 
-    @property
-    def sets_a_node(self) -> bool:
-        """True if the driver refused to change a node of an executable graph: nothing was launched."""
-        return self.function.endswith("NodeSetParams")
-
-    @property
-    def launches_a_node(self) -> bool:
-        """True if the driver refused to launch a node by itself: nodes before it may have run."""
-        return self.function == "cuLaunchKernelEx"
-
 
 def build(driver: str = DRIVER) -> Any:
     """Build and return the extension module for a driver library. Raises what the compiler or the loader raises."""

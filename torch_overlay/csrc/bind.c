@@ -188,10 +188,8 @@ static PyMethodDef call_methods[] = {
      "aligned(inputs, positions, masks): has no address a bit of its mask?"},
     {NULL}};
 static PyMemberDef call_members[] = {
-    {"launches", T_ULONGLONG, offsetof(Call, counts.launches), READONLY, NULL},
-    {"patched", T_ULONGLONG, offsetof(Call, counts.patched), READONLY, "nodes set in all launches"},
-    {"by_node", T_ULONGLONG, offsetof(Call, counts.by_node), READONLY,
-     "launches whose kernels were launched one by one"},
+    {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},
+    {"patched", T_ULONGLONG, offsetof(Call, patched), READONLY, "nodes set in all launches"},
     {NULL}};
 static PyType_Slot call_slots[] = {
     {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};

@@ -59,20 +59,36 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     return !bad;
 }
 
+static int launch_executable(const Call *self, Handle stream) {
+    PyObject *done;
+    int code;
+    if (self->direct) {
+        Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(self->blocks->exec, stream);
+        Py_END_ALLOW_THREADS if (code) driver_error(code, "cuGraphLaunch");
+        return code ? -1 : 0;
+    }
+    done = PyObject_CallNoArgs(self->replay);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
     Blocks *blocks = self->blocks;
-    PyThread_type_lock lock = blocks->shared ? blocks->shared->lock : blocks->lock;
-    int code;
-    if (!PyThread_acquire_lock(lock, NOWAIT_LOCK)) {
-        Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(lock, WAIT_LOCK);
+    Py_ssize_t set;
+    int code = -1;
+    if (!PyThread_acquire_lock(blocks->lock, NOWAIT_LOCK)) {
+        Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(blocks->lock, WAIT_LOCK);
         Py_END_ALLOW_THREADS
     }
     launching = 1;
     memcpy(blocks->value, values, blocks->words * sizeof *values);
-    code = launch_nodes(blocks, write_bases(blocks, base), stream, self->direct ? NULL : self->replay, &self->counts);
-    if (!code) self->counts.launches++;
+    if ((set = set_listed(blocks, write_bases(blocks, base))) >= 0) {
+        self->patched += (unsigned long long)set;
+        code = launch_executable(self, stream);
+    }
+    if (!code) self->launches++;
     launching = 0;
-    PyThread_release_lock(lock);
+    PyThread_release_lock(blocks->lock);
     return code;
 }
 

@@ -4,8 +4,8 @@
 
 #include "counter.h"
 #include "launch_memory.h"
-#include "launch_nodes.h"
 #include "outputs.h"
+#include "patch.h"
 
 typedef struct {
     Py_ssize_t position;
@@ -26,7 +26,7 @@ typedef struct {
     int direct;
     long device;
     PyObject *current, *index, *stream_of, *is_capturing, *misaligned;
-    Launched counts;
+    unsigned long long launches, patched; /* patched: nodes set for them */
 } Call;
 
 /* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, or an input is

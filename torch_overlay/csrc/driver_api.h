@@ -34,22 +34,10 @@ typedef struct {
     Handle kern, ctx;
 } KernelParams;
 
-/* The CUlaunchAttributeIDs of what a kernel is launched with, beside its parameters, and the bytes of a value: whether
-   it is cooperative, its clusters, its priority, how it shares memory, and whether it may have clusters or shared
-   memory that are not portable. */
-#define ATTRIBUTES {2, 4, 5, 8, 10, 11, 14, 17, 18}
-
-enum { ATTRIBUTE_COUNT = 9, ATTRIBUTE_SIZE = 64 };
-
-typedef struct {
-    int id, unused;
-    uint64_t value[ATTRIBUTE_SIZE / 8];
-} Attribute;
-
 typedef struct {
     unsigned grid[3], block[3], shared_bytes;
     Handle stream;
-    const Attribute *attributes;
+    const void *attributes;
     unsigned count;
 } LaunchConfig;
 
@@ -59,7 +47,7 @@ typedef struct {
 
 _Static_assert(sizeof(BlockKind) == 32 && sizeof(Access) == 12, "cuda.h");
 _Static_assert(sizeof(KernelParams) == 72 && sizeof(EdgeData) == 8, "cuda.h");
-_Static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h");
+_Static_assert(sizeof(LaunchConfig) == 56, "cuda.h");
 
 /* F(member of `cu`, the driver's symbol, parameters): each returns a CUresult. */
 #define DRIVER_FUNCTIONS(F)                                                                                            \
@@ -91,12 +79,10 @@ _Static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h");
     F(GraphGetEdges, "cuGraphGetEdges_v2", (Handle, Handle *, Handle *, EdgeData *, size_t *))                         \
     F(GraphNodeGetType, "cuGraphNodeGetType", (Handle, int *))                                                         \
     F(GraphKernelNodeGetParams, "cuGraphKernelNodeGetParams_v2", (Handle, KernelParams *))                             \
-    F(GraphKernelNodeGetAttribute, "cuGraphKernelNodeGetAttribute", (Handle, int, void *))                             \
     F(GraphNodeFindInClone, "cuGraphNodeFindInClone", (Handle *, Handle, Handle))                                      \
     F(GraphDestroyNode, "cuGraphDestroyNode", (Handle))                                                                \
     F(FuncGetName, "cuFuncGetName", (const char **, Handle))                                                           \
     F(FuncGetParamInfo, "cuFuncGetParamInfo", (Handle, size_t, size_t *, size_t *))                                    \
-    F(FuncSetAttribute, "cuFuncSetAttribute", (Handle, int, int))                                                      \
     F(KernelGetFunction, "cuKernelGetFunction", (Handle *, Handle))                                                    \
     F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
     F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \

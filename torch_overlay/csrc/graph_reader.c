@@ -216,20 +216,6 @@ static PyObject *values_of(const KernelParams *params, const Function *function)
     return values;
 }
 
-/* Returns what else a node launches its kernel with, which can't be changed in an executable. 0 stands for what the
-   driver doesn't know. */
-static PyObject *attributes_of(Handle node) {
-    static const int wanted[] = ATTRIBUTES;
-    char values[ATTRIBUTE_COUNT * ATTRIBUTE_SIZE] = {0};
-    size_t used = 0;
-    for (size_t i = 0; i < ATTRIBUTE_COUNT; i++)
-        if (cu.GraphKernelNodeGetAttribute(node, wanted[i], values + i * ATTRIBUTE_SIZE))
-            memset(values + i * ATTRIBUTE_SIZE, 0, ATTRIBUTE_SIZE);
-    for (size_t i = 0; i < sizeof values; i++)
-        if (values[i]) used = sizeof values;
-    return PyBytes_FromStringAndSize(values, (Py_ssize_t)used);
-}
-
 static PyObject *kernel_of(Functions *functions, Handle node) {
     KernelParams p;
     Function *function;
@@ -239,9 +225,9 @@ static PyObject *kernel_of(Functions *functions, Handle node) {
     if (!(function = find(functions, p.func, p.kern))) return NULL;
     if (!function->name) Py_RETURN_NONE;
     if (!(values = values_of(&p, function)) || values == Py_None) return values;
-    return Py_BuildValue("NNN(III)(III)IONN", handle_of(p.func), handle_of(p.kern), handle_of(p.ctx), p.grid[0],
+    return Py_BuildValue("NNN(III)(III)ION", handle_of(p.func), handle_of(p.kern), handle_of(p.ctx), p.grid[0],
                          p.grid[1], p.grid[2], p.block[0], p.block[1], p.block[2], p.shared_bytes, function->name,
-                         values, attributes_of(node));
+                         values);
 }
 
 static PyObject *py_kernels(PyObject *module, PyObject *arg) {

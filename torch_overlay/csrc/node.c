@@ -2,8 +2,6 @@
 
 #include "node.h"
 
-#include <stddef.h>
-
 void node_clear(Node *node) {
     free(node->block);
     PyMem_Free(node->label);
@@ -52,16 +50,6 @@ int node_read(Node *node, PyObject *item, Py_ssize_t number) {
     }
     node->size = (size_t)length;
     return 0;
-}
-
-int node_is_equal(const Node *a, const Node *b) {
-    const KernelParams *p = (KernelParams *)a->block, *q = (KernelParams *)b->block;
-    size_t begin = a->kind == KERNEL ? sizeof(KernelParams) : 0;
-    if (a->kind != b->kind || a->size != b->size) return 0;
-    if (a->kind == KERNEL /* the array of arguments differs */
-        && (memcmp(p, q, offsetof(KernelParams, arguments)) || p->kern != q->kern || p->ctx != q->ctx))
-        return 0;
-    return !memcmp(a->block + begin, b->block + begin, a->size - begin);
 }
 
 int node_set(const Node *node, Handle exec) {

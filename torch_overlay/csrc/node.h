@@ -19,8 +19,6 @@ enum { KERNEL, FILL, COPY };
    node of zeros. Returns 0, or -1 with a Python error; the node is to be cleared either way. */
 int node_read(Node *node, PyObject *item, Py_ssize_t number);
 void node_clear(Node *node);
-/* Returns 1 if both have the same parameters. */
-int node_is_equal(const Node *a, const Node *b);
 /* Sets the node in the executable. Returns 0, or -1 with an error that names it. */
 int node_set(const Node *node, Handle exec);
 /* Sets a memcpy node in the graph that it was captured into. Returns as `node_set`. */

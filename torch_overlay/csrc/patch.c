@@ -1,28 +1,16 @@
 /* Executables whose nodes are patched.
 
-   `Blocks(exec, nodes, slots, regions, words, shared, rebuild, by_graph)` owns a block of parameters for each node that
-   holds a pointer. A launch writes the pointer slots of the regions whose base changed, and passes the blocks of their
-   nodes to the driver. It allocates nothing; it costs one comparison a region, and otherwise grows only with what
-   moved. */
+   `Blocks(exec, nodes, slots, regions, words, rebuild, by_graph)` owns a block of parameters for each node that holds a
+   pointer. A launch writes the pointer slots of the regions whose base changed, and passes the blocks of their nodes to
+   the driver. It allocates nothing; it costs one comparison a region, and otherwise grows only with what moved. */
 
 #include "data_ptr.h"
 #include "module.h"
 #include "patch.h"
 
-/* The executable no longer holds what it was set to, or the node is about to be freed. */
-static void forget_holder(Blocks *self, size_t node) {
-    if (self->shared && self->shared->holder[self->number[node]] == &self->node[node])
-        self->shared->holder[self->number[node]] = NULL;
-}
-
 static void blocks_dealloc(Blocks *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (size_t i = 0; self->number && i < self->nodes; i++) forget_holder(self, i);
-    if (self->shared && self->shared->last == self) self->shared->last = NULL;
-    if (self->shared && self->shared->recent == self) self->shared->recent = NULL;
-    Py_XDECREF((PyObject *)self->shared);
     Py_XDECREF(self->rebuild);
-    PyMem_Free(self->number);
     for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
     PyMem_Free(self->node);
     PyMem_Free(self->slot);
@@ -83,43 +71,14 @@ static int read_words(Blocks *self, PyObject *words) {
     return 0;
 }
 
-/* Reads (Shared, the number of each node in it). */
-static int read_shared(Blocks *self, PyObject *given) {
-    PyObject *shared, *numbers;
-    if (!is_tuple(given, "what is shared", -1)
-        || !PyArg_ParseTuple(given, "O!O!;what is shared is (Shared, numbers)", shared_type(), &shared, &PyTuple_Type,
-                             &numbers))
-        return -1;
-    if ((size_t)PyTuple_GET_SIZE(numbers) != self->nodes) {
-        PyErr_SetString(PyExc_ValueError, "each node needs a number");
-        return -1;
-    }
-    if (!(self->number = PyMem_Calloc(self->nodes + 1, sizeof *self->number))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < self->nodes; i++) {
-        self->number[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(numbers, (Py_ssize_t)i));
-        if (!PyErr_Occurred() && self->number[i] >= ((Shared *)shared)->nodes)
-            PyErr_SetString(PyExc_ValueError, "a node that the executable doesn't have");
-        if (PyErr_Occurred()) {
-            PyMem_Free(self->number);
-            self->number = NULL;
-            return -1;
-        }
-    }
-    self->shared = (Shared *)Py_NewRef(shared);
-    return 0;
-}
-
 static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long exec;
     Py_ssize_t regions;
-    PyObject *nodes, *slots, *words = NULL, *shared = Py_None, *rebuild = Py_None;
+    PyObject *nodes, *slots, *words = NULL, *rebuild = Py_None;
     int by_graph = 0;
     Blocks *self;
-    if (!PyArg_ParseTuple(args, "KO!O!n|O!OOp", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
-                          &PyTuple_Type, &words, &shared, &rebuild, &by_graph))
+    if (!PyArg_ParseTuple(args, "KO!O!n|O!Op", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
+                          &PyTuple_Type, &words, &rebuild, &by_graph))
         return NULL;
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
@@ -146,9 +105,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     }
     for (size_t i = 0; i < self->nodes; i++)
         if (node_read(&self->node[i], PyTuple_GET_ITEM(nodes, (Py_ssize_t)i), (Py_ssize_t)i)) goto failed;
-    if (read_slots(self, slots) || (words && read_words(self, words))
-        || (shared != Py_None && read_shared(self, shared)))
-        goto failed;
+    if (read_slots(self, slots) || (words && read_words(self, words))) goto failed;
     return (PyObject *)self;
 failed:
     Py_DECREF(self);
@@ -185,22 +142,6 @@ static size_t write_words(Blocks *self, size_t count) {
     return count;
 }
 
-/* Other graphs use the executable, too. */
-size_t list_others(Blocks *self, size_t count) {
-    if (!self->shared || self->shared->last == self) return count;
-    for (size_t i = 0; i < self->nodes; i++) {
-        const Node *holder = self->shared->holder[self->number[i]];
-        if (holder != &self->node[i] && !(holder && node_is_equal(holder, &self->node[i])))
-            count = list_node(self, i, count);
-    }
-    return count;
-}
-
-void leave_listed(Blocks *self, size_t count) {
-    for (size_t i = 0; i < count; i++) forget_holder(self, self->dirty[i]);
-    if (self->shared && count) self->shared->last = NULL;
-}
-
 /* Sets the copies in the graph, has `rebuild(error)` make an executable of it, and sets the other nodes in that. The
    error is that of the driver that refused to set a copy, or None. Returns the number of nodes, or -1. */
 static Py_ssize_t set_by_graph(Blocks *self) {
@@ -231,7 +172,6 @@ static int lists_copy(const Blocks *self, size_t count) {
 }
 
 Py_ssize_t set_listed(Blocks *self, size_t count) {
-    leave_listed(self, count); /* until they are set */
     self->stale = 1;
     if (lists_copy(self, count)) return set_by_graph(self);
     for (size_t i = 0; i < count; i++) {
@@ -241,10 +181,8 @@ Py_ssize_t set_listed(Blocks *self, size_t count) {
             self->by_graph = 1;
             return set_by_graph(self);
         }
-        if (self->shared) self->shared->holder[self->number[self->dirty[i]]] = node;
     }
     self->stale = 0;
-    if (self->shared) self->shared->last = self;
     return (Py_ssize_t)count;
 }
 

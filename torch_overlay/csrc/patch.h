@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "node.h"
 #include "numbers.h"
-#include "shared.h"
 
 /* A pointer slot. */
 typedef struct {
@@ -18,8 +18,6 @@ typedef struct {
     size_t nodes, slots, regions, words;
     Word *word;
     uint64_t *value; /* what each word is to hold */
-    Shared *shared;  /* or NULL: the executable is the object's own */
-    size_t *number;  /* of each node, in `shared` */
     Node *node;
     Slot *slot;              /* sorted by region: those of region r are [first[r], first[r + 1]) */
     size_t *first, *dirty;   /* dirty: nodes to set, at most all */
@@ -28,7 +26,7 @@ typedef struct {
     int stale;               /* what the executable holds is unknown */
     PyObject *rebuild;       /* or NULL: Note [The memory that a memcpy node was made for] */
     int by_graph;            /* copies are set in the graph, and the executable is made anew */
-    PyThread_type_lock lock; /* patching and launching are one step; that of `shared` if there is one */
+    PyThread_type_lock lock; /* patching and launching are one step */
 } Blocks;
 
 /* Returns a borrowed reference to the type; NULL with a Python error. */
@@ -36,11 +34,7 @@ PyTypeObject *blocks_type(void);
 /* Writes the bases and `value` into the blocks. Returns how many nodes are now on the list `dirty`: those of what is
    other than before, and all if the blocks are stale. */
 size_t write_bases(Blocks *self, const uint64_t *base);
-/* Adds the nodes to the list that the executable holds otherwise, and returns its length. */
-size_t list_others(Blocks *self, size_t count);
 /* Sets the nodes on the list. Returns their number, or -1. */
 Py_ssize_t set_listed(Blocks *self, size_t count);
-/* Notes that the executable doesn't hold the nodes on the list. */
-void leave_listed(Blocks *self, size_t count);
 int get_context(Handle *now);
 int have_context(Blocks *self, Handle now);

@@ -101,10 +101,9 @@ class Outside(Cause):
 class RegionCoverage:
     """A region with a graph, or one that might get one. Counts are totals over all calls; `kernels` and `launches` are
     those of one call: kernels in generated code, and launches by the host once there is a graph. `nodes`: of all its
-    graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it is captured, if it had several sizes;
-    `one_by_one`: further launches of the graphs that it has now, of which kernels were launched one by one, since most
-    nodes would have had to be set; `graph_seconds`: what its captures took the host, and `saved_seconds`: what launches
-    have saved it (`governor`)."""
+    graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it runs at sizes without a graph, if it
+    had several; `graph_seconds`: what its captures took the host, and `saved_seconds`: what launches have saved it
+    (`governor`)."""
 
     name: str
     line: str
@@ -116,7 +115,6 @@ class RegionCoverage:
     nodes: int
     scratch_mib: float
     sizes: str = ""
-    one_by_one: int = 0
     graph_seconds: float = 0.0
     saved_seconds: float = 0.0
 
@@ -144,9 +142,8 @@ class Function:
 
     @property
     def host_launches(self) -> int:
-        """Launches by the host: of graphs, of their kernels one by one, and of kernels outside."""
-        of_graphs = sum(region.launches * region.graph_calls + region.one_by_one for region in self.regions)
-        return of_graphs + self.kernels_outside
+        """Launches by the host: of graphs, and of kernels outside."""
+        return sum(region.launches * region.graph_calls for region in self.regions) + self.kernels_outside
 
 
 @dataclass(frozen=True)
@@ -251,7 +248,7 @@ def _rewritten(function: Function) -> list[str]:
     return lines + [f"    {kind} at {line}" if line else f"    {kind}" for kind, line in function.rewrites]
 
 
-TOTALS = "calls", "graph_calls", "one_by_one", "graph_seconds", "saved_seconds"  # of a region
+TOTALS = "calls", "graph_calls", "graph_seconds", "saved_seconds"  # of a region
 
 
 def _difference(after: Function, before: Function | None) -> Function:
@@ -342,7 +339,6 @@ def _region(runner: Runner, kernels: int) -> RegionCoverage:
         nodes=sum(graph.nodes for graph in graphs),
         scratch_mib=max([graph.scratch for graph in graphs], default=0) / (1 << 20),
         sizes=runner.describe_sizes(),
-        one_by_one=sum(graph.one_by_one for graph in graphs),
         graph_seconds=runner.governor.spent,
         saved_seconds=runner.governor.saved(by_graph),
     )

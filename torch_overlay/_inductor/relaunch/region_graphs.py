@@ -50,38 +50,33 @@ class RegionGraphs:
     def make(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
         """Make the state's graph from a call with these inputs. Return False if the call has to run without one. Raises
         NumberEscaped if a number has to be in the key."""
-        states, sizes = self.states, self.states.sizes
+        states = self.states
         wanted = dict(state.alignments)  # another thread may lower them meanwhile
         alignments = [wanted.get(k, compiled_region.FULL) for k in range(len(inputs))]
-        numbers = {k: inputs[k] for k in self.keys.free}
-        rest = state.plan or AllocationPlan(), self.code, sizes, numbers, states.is_shared(state)
-        request = CaptureRequest(self.region.device, self.region.model, inputs, alignments, *rest)
+        region, plan, numbers = self.region, state.plan or AllocationPlan(), {k: inputs[k] for k in self.keys.free}
+        request = CaptureRequest(region.device, region.model, inputs, alignments, plan, self.code, numbers)
         if not capturing.acquire(blocking=False):
             return False
         start = time.perf_counter()
         try:
-            states.warm_ups, before = 0, sizes.instantiated
+            states.warm_ups = 0
+            states.captures += 1
             made = make_or_blame(request)
             if request.plan.opaque:
                 self._compare(request, made)
-            # The bound is for graphs that take memory of the device.
-            states.captures += not request.is_shared or sizes.instantiated > before
         except CaptureFailed as failed:
-            states.captures += 1
             self._fail(state, failed)
             return False
         finally:
             capturing.release()
             self.region.governor.note_capture(time.perf_counter() - start)
-        launchers = [stage.launcher for stage in made.stages]
-        for launcher in launchers:
-            if (rebuild := launcher.rebuild) is not None:
+        for stage in made.stages:
+            if (rebuild := stage.launcher.rebuild) is not None:
                 rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         runners.count_capture(graph_of(made).nodes)
         relaunch = self._finished(made)
-        states.set_graph(state, relaunch, launchers[0].shared)
+        states.set_graph(state, relaunch)
         state.captured_for = wanted
-        states.drop_unkept()
         with states.lock:
             states.launched_before -= launches_of(made)  # it was launched to compare it, for no call
             if not key and not self.keys.seeds and states.get(key) is state:

@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, causes, governor, keys, runners
+from torch_overlay._inductor.relaunch import attention_seeds, governor, keys, runners
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import (
     AllocationObserver,
@@ -45,14 +45,11 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
 )
 from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import ByNode
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
-from torch_overlay._inductor.relaunch.launch.staged import launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.on_reset import listen
 from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
 from torch_overlay._inductor.relaunch.states import CallKeys, States
-from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -147,7 +144,7 @@ class Runner:
         self.code = code
         self.region = CompiledRegion(model, code, device)
         self.keys = CallKeys(code)
-        self.states = States(config.cudagraph_templates, config.cudagraph_executables)
+        self.states = States(config.cudagraph_templates)
         self.region_graphs = RegionGraphs(self.region, self.states, self.keys)
         self.plan: AllocationPlan | None = None
         self.compiled: Any = None  # coverage.CompiledCode
@@ -228,9 +225,7 @@ class Runner:
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
         untried = has_copies_never_launched(relaunch)
-        has_no_own = state.shared is not None or isinstance(relaunch.stages[0].launcher, ByNode)
-        shares = has_no_own and not launches_of(relaunch)  # likewise, the driver may not set or launch its nodes
-        if not clones and not untried and not shares:
+        if not clones and not untried:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
         try:
             start = time.perf_counter()
@@ -241,23 +236,15 @@ class Runner:
             inputs[:] = originals or inputs
             return run("number", inputs)
         except RuntimeError as error:
-            of_driver = isinstance(error, DriverError)
-            by_node = of_driver and error.launches_a_node
-            if shares and (by_node or (of_driver and error.sets_a_node)):
-                causes.log.info("%s: a size gets an executable of its own: %s", self.code.name, error)
-                state.needs_own_executable = True
-                self.states.set_graph(state)
-            elif isinstance(error, torch.OutOfMemoryError) or not untried:
+            if isinstance(error, torch.OutOfMemoryError) or not untried:
                 if untried:
                     self.states.set_graph(state)  # the next one is the first launch
                 raise
-            else:
-                message = f"its copies to or from the host can't be patched: {error}"
-                self.region_graphs.give_up(state, message)
-            if self.code.mutated_inputs and (by_node or any(stage.totals[0] for stage in relaunch.stages)):
+            self.region_graphs.give_up(state, f"its copies to or from the host can't be patched: {error}")
+            if self.code.mutated_inputs and any(stage.totals[0] for stage in relaunch.stages):
                 raise  # what has run may have written to inputs
             inputs[:] = originals
-            return run(state.refused or "busy", inputs)
+            return run(state.refused, inputs)
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any], is_first: bool = True) -> Any:
         """Run the region as compiled for the first time with these sizes, or in this thread, and note what it shows.

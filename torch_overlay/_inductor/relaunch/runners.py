@@ -44,7 +44,7 @@ def counts() -> dict[str, int]:
     return {
         "runners": sum(bool(runner.states) for runner in list(known)),
         "templates": len(relaunch.live_relaunches),
-        "execs": len({id(each.graph) for each in executable.live_launchers}),
+        "execs": len(executable.live_launchers),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
     }
 
@@ -60,7 +60,5 @@ def stats() -> dict[str, int]:
 
 
 def bare_replays() -> list[Callable[[], None]]:
-    """Return functions that launch the live graphs without patching any pointer, for benchmarks. Graphs without an
-    executable have none."""
-    launchers = [r.launcher for r in list(relaunch.live_relaunches) if r.totals[0]]
-    return [each.replay for each in launchers if not isinstance(each, executable.ByNode)]
+    """Return functions that launch the live graphs without patching any pointer, for benchmarks."""
+    return [r.launcher.replay for r in list(relaunch.live_relaunches) if r.totals[0]]

@@ -28,7 +28,6 @@ from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import NUMBERS
-from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.staged import Graph
 
 
-TABLES = 4  # so many times more states are kept than graphs, and graphs if they share executables
+TABLES = 4  # so many times more states are kept than graphs
 
 
 class State:
@@ -55,9 +54,7 @@ class State:
         self.failures = 0
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Launchable | None = None
-        self.shared: Any = None  # what its executable is shared by, if it is
         self.waited = 0.0  # seconds of the host in calls that waited for a capture
-        self.needs_own_executable = False  # the driver can't set the shared executable's nodes to this graph's
 
     def update_alignments(self, inputs: Sequence[Any], static: Container[int]) -> bool:
         """True if there is a graph for the alignments of all inputs so far. If not, `alignments` are those for which it
@@ -82,9 +79,9 @@ class States(OrderedDict[Any, State]):
 
     __slots__ = ("try_launch",)  # which each call reads; attributes of a subclass of OrderedDict are slow
 
-    def __init__(self, bound: int, executables: int) -> None:
+    def __init__(self, bound: int) -> None:
         super().__init__()
-        self.bound, self.sizes = bound, Sizes(executables)
+        self.bound = bound
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.captures = self.warm_ups = 0
         self.try_launch: Callable[[list[Any]], Any] | None = None
@@ -131,11 +128,6 @@ class States(OrderedDict[Any, State]):
                     self.seen.popitem(last=False)
             return not known
 
-    def is_shared(self, state: State) -> bool:
-        """True if the state's graph is to share an executable with other sizes."""
-        with self.lock:
-            return self.sizes.is_shared(state, self.values())
-
     def replace(self, states: dict[Any, State]) -> None:
         with self.lock:
             self.try_launch = None
@@ -146,22 +138,14 @@ class States(OrderedDict[Any, State]):
         with self.lock:
             self.launched_before += launches_of(self.pop(key).relaunch)
 
-    def set_graph(self, state: State, relaunch: Any = None, shared: Any = None) -> None:
-        """Give a state its graph, in place of the one that it may have had; without arguments, take it away."""
+    def set_graph(self, state: State, relaunch: Any = None) -> None:
+        """Give a state its graph, in place of the one that it may have had; without one, take it away."""
         with self.lock:
             self.launched_before += launches_of(state.relaunch)
-            state.relaunch, state.shared, self.try_launch = relaunch, shared, None
+            state.relaunch, self.try_launch = relaunch, None
             graphs = [key for key, each in self.items() if each.relaunch is not None]
-            most = self.bound * (TABLES if self.sizes.executables else 1)
-            for key in graphs[: max(len(graphs) - most, 0)]:
+            for key in graphs[: max(len(graphs) - self.bound, 0)]:
                 self.drop(key)
-
-    def drop_unkept(self) -> None:
-        """Drop the graphs whose shared executable is kept no longer."""
-        with self.lock:
-            for state in self.values():
-                if state.shared is not None and not self.sizes.keeps(state.shared):
-                    self.set_graph(state)
 
     def forget(self) -> list[State]:
         """Drop all graphs. Return the states, which the caller lets go of without the lock."""
@@ -169,7 +153,6 @@ class States(OrderedDict[Any, State]):
             self.launched_before = self.launched()
             dropped = list(self.values())
             self.replace({})
-            self.sizes = Sizes(self.sizes.bound)
             self.captures = self.warm_ups = 0
             self.seen.clear()
             return dropped

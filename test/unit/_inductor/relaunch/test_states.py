@@ -27,7 +27,7 @@ def on_host(value):
 class TestStates(TestCase):
     def make(self, graphs=(), waiting=()):
         """States of a region that keeps two graphs: those of these keys have one, or have none yet."""
-        made = States(2, 0)
+        made = States(2)
         for key in (*graphs, *waiting):
             state = made.of(key)
             if key in graphs:

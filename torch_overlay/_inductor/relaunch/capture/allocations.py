@@ -330,7 +330,6 @@ class Operators:
         self.asked = dict(plan.asked)
         self._before: dict[Any, tuple[int, int, list[int]]] = {}  # key -> allocations, bytes, those of the segments
         self.group = _Group()
-        self.leaves: Any = None  # a pool
         self.selected = contextlib.ExitStack()
 
     def __enter__(self) -> Operators:
@@ -374,23 +373,6 @@ class Operators:
             else:
                 lives.note(address)
         return result
-
-    def run_leaf(self, call: functools.partial[Any], apart: bool = False) -> Any:
-        """Run an operator that returns nothing new, and calls no other: no dispatch mode has to see it. `apart`: where
-        it has memory, no result of an operator may lie, now or later."""
-        with self.recording.without_modes():
-            if not apart or self.plan.detail:  # no group has results
-                return self.run(None, call)
-            self.leaves = self.leaves or self.recording.new_pool()
-            with self.recording.within(self.leaves):
-                return self.run(None, call)
-
-    def leave_out(self) -> int:
-        """Let the time pass of an operator that is not run. Return the time."""
-        lives = self.placing.lives
-        if self.are_wanted:
-            lives.tick()
-        return lives.now
 
     def _in_group(self, call: functools.partial[Any]) -> Any:
         """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what

@@ -36,7 +36,6 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     Placing,
     Watch,
 )
-from torch_overlay._inductor.relaunch.capture.library_calls import LibraryCalls
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
@@ -59,7 +58,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprova
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.library_calls import Call, Repeat
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
@@ -78,15 +76,12 @@ class Captured:
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
     asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
-    calls: list[Call]  # of libraries, if they were noted
-    repeats: list[Repeat]  # calls that were left out
 
 
 class Capture:
     """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
     of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
-    `numbers`: values of the inputs that are traced, by position. `with_calls`: note calls of libraries; `leaves_out`:
-    and leave out those that repeat an earlier one."""
+    `numbers`: values of the inputs that are traced, by position."""
 
     def __init__(
         self,
@@ -98,8 +93,6 @@ class Capture:
         holes: Sequence[int] = (),
         with_uses: bool = False,
         numbers: Mapping[int, Any] = MappingProxyType({}),
-        with_calls: bool = False,
-        leaves_out: bool = False,
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
@@ -109,7 +102,6 @@ class Capture:
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses)
         self.operators = Operators(plan, recording, self.observer)
-        self.calls = LibraryCalls(recording, self.operators, with_calls, leaves_out)
 
     def run(self, code: CodeFacts) -> Captured:
         with self.recording:
@@ -123,8 +115,7 @@ class Capture:
                 namespace = namespace_of(self.model)
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
                 lines = self.recording.noting_lines(namespace)
-                calls = self.calls.noted(namespace)
-                with observed(namespace, self.observer), tracing, watch, lines, calls, self.operators:
+                with observed(namespace, self.observer), tracing, watch, lines, self.operators:
                     given, stand_ins = stand_ins, []
                     outputs = self.model(given)
                     del given
@@ -156,8 +147,7 @@ class Capture:
         places = _places(layout, parts)
         observer = self.observer
         proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked
-        calls = self.calls.made, self.calls.repeats
-        return Captured(layout, segments, learned, self.recording, places, seen, *proven, *calls)
+        return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
         """Refuse if memory of the capture is still in use after it: its addresses will be invalid. The holder may be a

@@ -39,13 +39,12 @@ from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernel
 from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher, upload
+from torch_overlay._inductor.relaunch.launch.executable import Launcher, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, EmptyNode, KernelNode, Template, Unprovable
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Template, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay.csrc import DriverError
-from torch_overlay.orders import only_order
 
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
-    from torch_overlay._inductor.relaunch.capture.library_calls import Again
     from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
@@ -174,7 +172,7 @@ class Cuda:
         """Return what notes the lines of nodes while they are captured, if profiles are to show them."""
         return kernel_names.KernelLines(namespace, nodes) if self.annotates else None
 
-    def read(self, captured: Captured | Again) -> CapturedGraph:
+    def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
         for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=keys.holds).kept:
             log.info("stays in the graph as it is: %s", kept)
@@ -227,18 +225,14 @@ class Cuda:
             return graph.edges
         return tuple(edges)
 
-    def instantiate(
-        self, captured: Captured, arrangement: Arrangement, varies: CapturedGraph | None = None
-    ) -> tuple[Arrangement, list[Launcher]]:
+    def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Launcher]]:
         """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
-        that the launchers follow. `varies`: the graph, if most of its nodes may be set at a launch, for any size or
-        because launchers of other templates share its executables (`with_template`)."""
+        that the launchers follow."""
         graph = captured.recording.graph
-        shared = self._sharing(captured, varies)
         _held = executable.settle(arrangement.template, self._bytes)  # must live until the executables are made
         if arrangement.stages:
             try:
-                launchers = self._parts(graph, arrangement, shared)
+                launchers = self._parts(graph, arrangement)
             except DriverError as error:  # the whole graph takes more memory, but works
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                 assert arrangement.whole is not None
@@ -250,8 +244,8 @@ class Cuda:
         graph.instantiate()
         upload(graph)
         template = arrangement.template
-        launchers = [Launcher(graph, template, not captured.recording.fixed, shared(template))]
-        self._annotate(captured, [arrangement.template], launchers)
+        launchers = [Launcher(graph, template, not captured.recording.fixed)]
+        self._annotate(captured, [template], launchers)
         return arrangement, launchers
 
     def _annotate(self, captured: Captured, templates: Sequence[Template], launchers: Sequence[Launcher]) -> None:
@@ -278,32 +272,12 @@ class Cuda:
     def _bytes(self, count: int) -> torch.Tensor:
         return self.empty((count,), (1,), torch.uint8)
 
-    def order_of(self, captured: Captured, graph: CapturedGraph) -> tuple[int, ...] | None:
-        """Return the only order in which the nodes can run, if their kernels can be launched one by one."""
-        draws = bool(captured.recording.fixed)  # then torch has to launch the graph
-        if draws or not all(isinstance(node, (KernelNode, EmptyNode)) for node in graph.nodes):
-            return None
-        return only_order(len(graph.nodes), graph.edges)
-
-    def by_node(self, template: Template, order: Sequence[int]) -> ByNode:
-        """Return what launches the kernels of a template one by one, without an executable."""
-        return ByNode(template, order)
-
-    def _sharing(self, captured: Captured, graph: CapturedGraph | None) -> Callable[[Template], Any]:
-        """Return what makes the `Shared` of an executable of this graph, or None for it without a graph."""
-        if graph is None:
-            return lambda template: None
-        order = self.order_of(captured, graph)
-        return lambda template: executable.shared(template, order)
-
-    def _parts(
-        self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, shared: Callable[[Template], Any]
-    ) -> list[Launcher]:
+    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
         launchers = []
         for stage in arrangement.stages:
             part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
             upload(part)
-            launchers.append(Launcher(part, part.renamed(stage.template), True, shared(stage.template)))
+            launchers.append(Launcher(part, part.renamed(stage.template), True))
         return launchers
 
 

@@ -1,8 +1,7 @@
 """Makes executable graphs of a compiled region: record twice, prove, relax the edges, arrange, instantiate.
 
 record       the region runs on placeholder addresses, and its launches are recorded (`capture`)
-prove        a second capture at other addresses; each argument word that differs must be explained (`proof.prove`).
-             For a further size, of the library calls alone that launch functions never seen (`library_calls`)
+prove        a second capture at other addresses; each argument word that differs must be explained (`proof.prove`)
 relax        edges between nodes that share no memory are removed, so that they run in parallel (`graph.concurrency`)
 arrange      allocations share memory where they can, and a backward may be cut into stages (`memory.arrange`)
 instantiate  the graph, or a part of it for each stage, becomes executable (`launch.executable`)
@@ -14,34 +13,27 @@ import contextlib
 import dataclasses
 import threading
 from types import MappingProxyType
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan, namespace_of
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
-from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import check, no_collection
-from torch_overlay._inductor.relaunch.capture.repeated_calls import order_of, with_repeats
-from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed, slots_of, with_numbers_of
-from torch_overlay._inductor.relaunch.proof.functions import one_of_each, without
-from torch_overlay._inductor.relaunch.proof.nodes import Template, Unprovable
+from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, PointerSlot
-    from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
-
-    Known: TypeAlias = "tuple[list[PointerSlot], Collection[int]]"
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
 
 ATTEMPTS = 3
 # Reasons after which other addresses are tried: a number may equal an address of these captures by chance, or a library
@@ -54,8 +46,7 @@ capturing = threading.Lock()
 
 class CaptureRequest(NamedTuple):
     """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
-    aligned. `numbers`: values of the inputs that a launch is to compute with, by position. `is_shared`: the executable
-    may be that of another size, `sizes.sizes`."""
+    aligned. `numbers`: values of the inputs that a launch is to compute with, by position."""
 
     device: Cuda
     model: Callable[[list[Any]], Any]
@@ -63,9 +54,7 @@ class CaptureRequest(NamedTuple):
     alignments: Sequence[int]
     plan: AllocationPlan
     code: CodeFacts
-    sizes: Sizes
     numbers: Mapping[int, Any] = MappingProxyType({})
-    is_shared: bool = False
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -81,17 +70,6 @@ def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
     the region itself raises; NumberEscaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
-            if request.is_shared and not request.numbers and request.sizes.may_leave_out():
-                try:
-                    made = _make_graph(request, leaves_out=True)
-                except (NumberEscaped, torch.OutOfMemoryError):
-                    raise
-                except Exception as why:  # whatever comes of it, the region may be fine
-                    request.sizes.note_left_out(False)
-                    log.info("each call of a library is captured: %s", why)
-                else:
-                    request.sizes.note_left_out(True)
-                    return made
             return _make_graph(request)
     except (NumberEscaped, torch.OutOfMemoryError):
         raise
@@ -101,115 +79,46 @@ def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
         raise
 
 
-def _make_graph(request: CaptureRequest, leaves_out: bool = False) -> tuple[Arrangement, list[Any]]:
-    """With `leaves_out`, calls are left out that repeat earlier ones; raises Differs or NoExecutable if none may be."""
-    device, code, sizes = request.device, request.code, request.sizes
+def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
+    device, code = request.device, request.code
     check(request.model)
-    holes = device.holes() if code.saved_outputs and not request.is_shared else []
-    with_uses = device.concurrent and not code.is_training and not request.is_shared
+    holes = device.holes() if code.saved_outputs else []
+    with_uses = device.concurrent and not code.is_training
     others = {k: perturbed(value) for k, value in request.numbers.items()}
-    with_calls = request.is_shared and not request.numbers
 
     def capture(recording: Any, **options: Any) -> Captured:
         return request.capture(recording, holes=holes, **options)
 
     with recordings(request) as new_recording:
-        noting = {"with_uses": with_uses, "with_calls": with_calls, "leaves_out": leaves_out}
-        first = capture(new_recording(1), **noting)
+        first = capture(new_recording(1), with_uses=with_uses)
         for _ in range(ATTEMPTS - 1):
             if first.plan == request.plan:
                 break
             request = request._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
-            first = capture(new_recording(1), **noting)
+            first = capture(new_recording(1), with_uses=with_uses)
         request = request._replace(plan=dataclasses.replace(request.plan, asked=first.asked))
-        graph, lives = device.read(first), first.lives
-        known = _known(request, graph)
-        if (template := _prove_alone(request, first, graph, known, new_recording)) is None:
-            if first.repeats:
-                raise Differs("a call that is not made twice launches an unknown function")
-            second = capture(new_recording(2), numbers=others)
-            try:
-                template = _prove(request, (first, second), graph, known)
-            except Unprovable as refusal:
-                if refusal.reason not in COINCIDENCES:
-                    raise
-                # Reserved before the first ranges are freed: the number that equals an address must not be one again.
-                elsewhere = new_recording(3)
-                first.recording.discard()
-                second.recording.discard()
-                first, second = capture(elsewhere, with_uses=with_uses), capture(new_recording(5), numbers=others)
-                graph = device.read(first)
-                known = _known(request, graph)
-                template = _prove(request, (first, second), graph, known)
-            lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
+        graph = device.read(first)
+        second = capture(new_recording(2), numbers=others)
+        try:
+            template = _prove(request, (first, second), graph)
+        except Unprovable as refusal:
+            if refusal.reason not in COINCIDENCES:
+                raise
+            # Reserved before the first ranges are freed: the number that equals an address must not be one again.
+            elsewhere = new_recording(3)
+            first.recording.discard()
             second.recording.discard()
-            sizes.functions.learn(template)
-        if first.repeats:
-            graph, template, lives = with_repeats(first, graph, template, sizes.numbers_of)
-        copies = executable.moving(template)
-        if first.repeats and copies:
-            raise Differs("it has copies between memories, which need an executable of their own")
-        if template.numbers and copies:
+            first, second = capture(elsewhere, with_uses=with_uses), capture(new_recording(5), numbers=others)
+            graph = device.read(first)
+            template = _prove(request, (first, second), graph)
+        lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
+        second.recording.discard()
+        if template.numbers and executable.moving(template):
             raise NumberEscaped(frozenset(request.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, request.namespace)
         proven = _proven(first, lives, template, edges, request.inputs, request.plan.dying, code)
-        if request.is_shared and not copies:
-            return sizes.launchers(device, first, graph, proven, request.plan.drawn)
         return device.instantiate(first, arrange(proven))
-
-
-def _known(request: CaptureRequest, graph: CapturedGraph) -> Known:
-    """Return the pointer slots of the nodes that need no second capture, and the nodes that need one."""
-    if not request.is_shared:
-        return [], range(len(graph.nodes))
-    slots, unknown = request.sizes.functions.slots_of(graph)
-    if unknown:
-        why = "; ".join(dict.fromkeys(unknown.values()))
-        log.info("something is captured again for %d of %d nodes: %s", len(unknown), len(graph.nodes), why)
-    return slots, unknown
-
-
-def _prove_alone(
-    request: CaptureRequest, first: Captured, graph: CapturedGraph, known: Known, new_recording: Callable[[int], Any]
-) -> Template | None:
-    """Return the template of the capture, of which this is the graph, if no second one of the whole region is needed:
-    for each unknown function, one call of a library that launches it is captured again, alone."""
-    slots, unknown = known
-    functions = request.sizes.functions
-    if unknown and first.calls:
-        recording = new_recording(2)
-        try:
-            functions.learn(_prove_calls(request, first, graph, one_of_each(graph, unknown), recording))
-        except Exception as why:  # whatever a library does when it is called alone, the region may be fine
-            log.info("the whole region is captured again: %s", why)
-            return None
-        finally:
-            recording.discard()
-        more, unknown = functions.slots_of(graph, unknown)
-        slots = [*slots, *more]
-    if unknown:
-        return None
-    regions = 1 + max((segment.region for segment in first.segments), default=-1)
-    return Template(regions, graph.nodes, tuple(slots), slots_of(first.launches.uses, first.numbers, graph))
-
-
-def _prove_calls(
-    request: CaptureRequest, first: Captured, graph: CapturedGraph, wanted: set[int], recording: Any
-) -> Template:
-    """Make the calls of libraries again that launched the wanted nodes, and return a template of these calls' nodes."""
-    order = order_of(graph)
-    calls = calls_of(first.calls, {place for place, index in enumerate(order) if index in wanted})
-    other = request.device.read(capture_again(calls, first.segments, recording))
-    nodes = [graph.nodes[order[place]] for call in calls for place in call.nodes]
-    others = [other.nodes[index] for index in order_of(other)]
-    return request.device.prove((_alone(graph, nodes), _alone(other, others)), request.namespace)
-
-
-def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:
-    """Return a graph of these nodes, in this order, and without edges."""
-    numbered = tuple([dataclasses.replace(node, index=index) for index, node in enumerate(nodes)])
-    return dataclasses.replace(graph, nodes=numbered, edges=(), partial=())
 
 
 @contextlib.contextmanager
@@ -225,9 +134,7 @@ def recordings(request: CaptureRequest) -> Iterator[Callable[[int], Any]]:
         yield new_recording
 
 
-def _prove(
-    request: CaptureRequest, captures: tuple[Captured, Captured], graph: CapturedGraph, known: Known
-) -> Template:
+def _prove(request: CaptureRequest, captures: tuple[Captured, Captured], graph: CapturedGraph) -> Template:
     """Prove the first capture, of which this is the graph, against the second, and return its template."""
     first, second = captures
     if first.layout != second.layout or first.places != second.places:
@@ -238,11 +145,8 @@ def _prove(
         raise NumberEscaped(frozenset(request.numbers), "two captures compute other parameters from it")
     if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
         other = with_numbers_of(other, graph, numbers)
-    slots, unknown = known
-    rest = {node.index for node in graph.nodes if node.index not in unknown}
-    template = request.device.prove((without(graph, rest), without(other, rest)), request.namespace)
-    nodes = tuple(graph.nodes[node.index] if node.index in rest else node for node in template.nodes)
-    return dataclasses.replace(template, nodes=nodes, slots=(*slots, *template.slots), numbers=numbers)
+    template = request.device.prove((graph, other), request.namespace)
+    return dataclasses.replace(template, numbers=numbers)
 
 
 def _proven(

@@ -213,10 +213,6 @@ class Recording:
         """Make this thread allocate from the pool."""
         return self._selected(pool)
 
-    def without_modes(self) -> contextlib.AbstractContextManager[None]:
-        """Keep operators from dispatch modes, in this thread."""
-        return torch._C._DisableTorchDispatch()
-
     def count(self) -> int:
         """Return how many nodes the graph has so far."""
         driver, graph = self._captured()

@@ -6,8 +6,7 @@ calls of Python for each node.
 The C module `graph` has
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
-    kernels(nodes)      of kernel nodes: [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...),
-                        attributes)]
+    kernels(nodes)      of kernel nodes: [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))]
     count(graph)            how many nodes there are
     cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; removes the others
 
@@ -89,8 +88,8 @@ class Driver:
         return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
 
     def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
-        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters, attributes) of each node, or None for a
-        node that is to be read by itself: `kernel`, `name` and `layout`."""
+        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, or None for a node
+        that is to be read by itself: `kernel`, `name` and `layout`."""
         return [None] * len(nodes)
 
     def call(self, function: str, *args: Any) -> Any:

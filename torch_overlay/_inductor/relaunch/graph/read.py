@@ -69,14 +69,13 @@ def read(
     nodes: list[Node] = []
     for index, (node, kind) in enumerate(zip(graph_nodes, kinds)):
         if kind == cu.KERNEL and (known := next(kernels)) is not None:
-            func, kern, ctx, grid, block, shared_bytes, name, *values = known
-            nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, *values))
+            func, kern, ctx, grid, block, shared_bytes, name, values = known
+            nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, values))
         else:
             nodes.append(reader.node(index, node, kind))
     number = {node: index for index, node in enumerate(graph_nodes)}
-    edges = tuple(sorted([(number[before], number[after]) for before, after, _ in graph_edges]))
-    partial = tuple(sorted([(number[before], number[after]) for before, after, full in graph_edges if not full]))
-    return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high, partial)
+    edges = tuple(sorted([(number[edge.before], number[edge.after]) for edge in graph_edges]))
+    return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high)
 
 
 def is_device_memory(address: int, *, driver: Driver) -> bool:

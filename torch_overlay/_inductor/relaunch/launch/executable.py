@@ -46,7 +46,6 @@ from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
-    EmptyNode,
     FillNode,
     FIXED,
     KernelNode,
@@ -56,7 +55,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot
@@ -70,13 +69,9 @@ MEMCPY_DESTINATION, MEMCPY_SOURCE = 136, 48  # dstDevice and srcDevice in CUDA_M
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
-def make_blocks(
-    module: Any, exec_handle: int, template: Template, shared: Any = None, rebuild: Rebuild | None = None
-) -> Any:
+def make_blocks(module: Any, exec_handle: int, template: Template, rebuild: Rebuild | None = None) -> Any:
     """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template.
-    `shared`: the `Shared` of an executable that several templates use; then a launch sets every node that the
-    executable holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`). `rebuild(error)` makes
-    another executable, if the driver can't set the copies in the one there is.
+    `rebuild(error)` makes another executable, if the driver can't set the copies in the one there is.
 
     `call(...)` of the result makes a function of a whole launch (`csrc/bind.c`), which sets the nodes of what moved. If
     the driver refuses a node, the error says which, and the next launch sets every node again (`stale`). The blocks
@@ -84,11 +79,7 @@ def make_blocks(
     """
     patched = sorted(template.slots, key=REGION_AND_NODE)
     wanted = {slot[0] for slot in (*patched, *template.numbers)}
-    if shared is not None:
-        wanted = {node.index for node in template.nodes if not isinstance(node, EmptyNode)}
     by_index = {node.index: node for node in template.nodes if node.index in wanted}
-    if shared is not None and shared.launches is not None:  # the blocks are in the order of launch
-        by_index = {index: by_index[index] for index, _ in shared.launches}
     position = {index: place for place, index in enumerate(by_index)}
     context = 0
     if not all(isinstance(node, KernelNode) for node in by_index.values()):
@@ -103,9 +94,8 @@ def make_blocks(
             raise ValueError(f"{where}: no pointer slot at {offset}")
         places.append((position[index], begin + offset, region, delta))
     words = tuple([(position[s.node], _word(by_index[s.node], s), LETTERS.index(s.letter)) for s in template.numbers])
-    others = None if shared is None else (shared, tuple(by_index))
     by_graph = rebuild is not None and rebuild.is_needed
-    return module.Blocks(exec_handle, blocks, tuple(places), template.regions, words, others, rebuild, by_graph)
+    return module.Blocks(exec_handle, blocks, tuple(places), template.regions, words, rebuild, by_graph)
 
 
 def _word(node: Node, slot: NumberSlot) -> int:
@@ -242,26 +232,6 @@ def launching() -> bool:
     return module is not None and module.launching()
 
 
-def shared(template: Template, order: Sequence[int] | None = None) -> Any:
-    """Return the `Shared` for an executable of the template's graph. `order`: that of the nodes, if kernels may be
-    launched one by one."""
-    return implementation().Shared(_count(template), None if order is None else _launches(template, order))
-
-
-def by_node_only(template: Template, order: Sequence[int]) -> Any:
-    """Return a `Shared` for a template without an executable, whose kernels are always launched one by one."""
-    return implementation().Shared(_count(template), _launches(template, order), True)
-
-
-def _count(template: Template) -> int:
-    return 1 + max((node.index for node in template.nodes), default=-1)
-
-
-def _launches(template: Template, order: Sequence[int]) -> tuple[tuple[int, bytes], ...]:
-    kernels = {node.index: node.attributes for node in template.nodes if isinstance(node, KernelNode)}
-    return tuple([(index, kernels[index]) for index in order if index in kernels])
-
-
 MOST_REBUILDS = 16
 DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
 
@@ -348,53 +318,24 @@ def emptied(template: Template) -> Template:
 
 
 class Launcher:
-    """An executable graph with its template: `exec` has its parameter blocks, `replay` launches it as it is. With
-    `shared`, other launchers have the same executable, each with a template of its own."""
+    """An executable graph with its template: `exec` has its parameter blocks, `replay` launches it as it is."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False, shared: Any = None
-    ) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
         self.graph = graph
-        self.shared = shared
         self.template, self.nodes = template, len(template.nodes)
-        self.handles = {} if shared is None else {node.index: node.handle for node in template.nodes}
         self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
         copies = moving(template)
         self.rebuild = Rebuild(graph, copies) if copies else None
-        self.exec = make_blocks(implementation(), graph.raw_cuda_graph_exec(), template, shared, self.rebuild)
+        self.exec = make_blocks(implementation(), graph.raw_cuda_graph_exec(), template, self.rebuild)
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
         )
         live_launchers.add(self)
 
-    def with_template(self, template: Template) -> Launcher:
-        """Return a launcher of the same executable with another template, whose nodes are those of this one's with
-        other parameters."""
-        nodes = tuple([dataclasses.replace(node, handle=self.handles[node.index]) for node in template.nodes])
-        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared)
-
     def forget(self) -> None:
         """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
         memory, for each size of a region, and the garbage collector walks them."""
-        self.template = emptied(self.template)
-
-
-class ByNode:
-    """A launcher without an executable: it launches the kernels of a template one by one, in an `order`."""
-
-    shared = rebuild = None
-    direct = True
-
-    def __init__(self, template: Template, order: Sequence[int]) -> None:
-        self.template, self.nodes = template, len(template.nodes)
-        self.exec = make_blocks(implementation(), 0, template, by_node_only(template, order))
-
-    def replay(self) -> None:
-        raise RuntimeError("there is no executable")
-
-    def forget(self) -> None:
-        """Drop the nodes and the pointer slots, as `Launcher.forget`."""
         self.template = emptied(self.template)
 
 

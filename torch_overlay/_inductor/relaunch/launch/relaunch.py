@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
-    from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher
+    from torch_overlay._inductor.relaunch.launch.executable import Launcher
     from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
@@ -169,7 +169,7 @@ class Relaunch:
         self,
         device: Cuda,
         layout: OutputLayout,
-        launcher: Launcher | ByNode,
+        launcher: Launcher,
         alignments: Sequence[int],
     ) -> None:
         self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
-    from torch_overlay._inductor.relaunch.launch.executable import ByNode, Launcher
+    from torch_overlay._inductor.relaunch.launch.executable import Launcher
     from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def launchable(
     device: Cuda,
     arrangement: Arrangement,
-    launchers: Sequence[Launcher | ByNode],
+    launchers: Sequence[Launcher],
     alignments: Sequence[int],
 ) -> Relaunch | Split:
     if arrangement.stages:
@@ -41,13 +41,12 @@ def launchable(
 
 class Split:
     try_launch = None
-    sized = None
 
     def __init__(
         self,
         device: Cuda,
         arrangement: Arrangement,
-        launchers: Sequence[Launcher | ByNode],
+        launchers: Sequence[Launcher],
         alignments: Sequence[int],
     ) -> None:
         self.device, self.layout, self.template = device, arrangement.layout, arrangement.template
@@ -105,13 +104,11 @@ class Split:
 
 
 class Graph(NamedTuple):
-    """Facts of a graph: launches by the host for one call, nodes, and bytes of scratch memory at a time. `one_by_one`:
-    launches that all its calls took beyond that, since kernels were launched one by one."""
+    """Facts of a graph: launches by the host for one call, nodes, and bytes of scratch memory at a time."""
 
     launches: int
     nodes: int
     scratch: int
-    one_by_one: int = 0
 
 
 def launches_of(relaunch: Launchable | None) -> int:
@@ -124,5 +121,4 @@ def launches_of(relaunch: Launchable | None) -> int:
 def graph_of(relaunch: Launchable) -> Graph:
     stages = relaunch.stages
     nodes = sum(stage.launcher.nodes for stage in stages)
-    more = sum(stage.call.by_node * (stage.launcher.nodes - 1) for stage in stages)
-    return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages), more)
+    return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages))

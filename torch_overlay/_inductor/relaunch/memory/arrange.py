@@ -226,7 +226,6 @@ class Arrangement:
     layout: OutputLayout
     template: Template
     stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
-    stage_cuts: tuple[int, ...] = ()  # where stages begin, in the order of the nodes
     slots: int = 0
     results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
     whole: Arrangement | None = None  # of the same graph without stages
@@ -273,16 +272,14 @@ class Proven:
         return by_node
 
 
-def arrange(proven: Proven, stage_cuts: Sequence[int] = ()) -> Arrangement:
-    """Return the arrangement of a proven capture. `stage_cuts`: where to cut it, if that is given."""
+def arrange(proven: Proven) -> Arrangement:
+    """Return the arrangement of a proven capture."""
     pieces = proven.pieces
     if sum(proven.lives[p].size for p in pieces) <= SMALL and not proven.stages:
         return _whole(proven, *_one_by_one(proven))
     pointer_slots = [(s.node, s.region) for s in proven.template.slots if s.region != FIXED]
     order = Order(len(proven.template.nodes), proven.edges, proven.lives, pointer_slots)
     spans = [order.span(r) for r in range(len(proven.lives))]
-    if stage_cuts and proven.stages:  # there are executables of the stages, so nothing is packed
-        return _Cut(proven, _whole(proven, *_one_by_one(proven)), order, spans, stage_cuts).arrangement()
     whole = _whole(proven, *order.pack(pieces))
     if not proven.stages:
         return whole
@@ -443,7 +440,6 @@ class _Cut:
             self.whole,
             layout=self.proven.layout,
             stages=stages,
-            stage_cuts=tuple(self.stage_cuts),
             slots=self.slots,
             results=results,
             whole=self.whole,

@@ -56,7 +56,6 @@ class KernelNode:
     block: tuple[int, int, int]
     shared_bytes: int
     parameters: tuple[tuple[int, bytes], ...]  # (offset in the packed block, value), one per parameter
-    attributes: bytes = b""  # clusters, priority and others that an executable keeps
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,6 @@ class CapturedGraph:
     segments: tuple[Segment, ...]
     low: int
     high: int  # [low, high) is the capture's own address range
-    partial: tuple[tuple[int, int], ...] = ()  # those of the edges that are no full dependencies
 
 
 class PointerSlot(NamedTuple):
