@@ -10,8 +10,9 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     too many keys have come in a row, and this one is new          run as compiled                     first-calls
     the region was captured for too many keys                      run as compiled                     templates
     the state was refused                                          run as compiled                     of the refusal
-    the first call of the key in this thread                       run as compiled, and note it        warm-up
-    the key is beyond the first ones, and can't pay (`governor`)   run as compiled                     size-waits
+    the first call of the key in this thread                       run as compiled                     warm-up
+    the key is one of many, and can't pay yet (`governor`)         run as compiled                     size-waits
+    the key is one of many, and gets a graph at its next call      run as compiled                     warm-up
     a number of the key is unfit for the graph                     run as compiled                     number
     another thread captures, or has dropped the graph              run as compiled                     busy
     otherwise                                                      capture (`region_graphs`), launch
@@ -19,7 +20,8 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
 In the first call of a key, libraries and Triton choose their kernels, and the plan of the capture is observed
 (`FirstRuns`): which allocations become outputs, which inputs are seeds of attention or are freed, how far random
 generators advance. The first one with some sizes is observed in full. The allocations of a further one, or of one in
-another thread, are the same; which inputs are large is not.
+another thread, are the same; which inputs are large is not. Where there are many keys, most get no graph, so a key is
+observed just before its capture. Code that runs as compiled runs as steps of C, if it can (`steps`).
 """
 
 from __future__ import annotations
@@ -276,7 +278,7 @@ class Runner:
             with states.lock:
                 kept = self.keys.kept.items()
                 message += "".join(f"; the number at input {k} is no parameter: {why}" for k, why in kept)
-            self.region_graphs.refuse(None, "first-calls", f"{message}; a graph is made at the second call")
+            self.region_graphs.refuse(None, "first-calls", f"{message}; a graph is made for one that comes often")
 
     def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
         state.refused = "host-tensor"
