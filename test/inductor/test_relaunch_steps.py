@@ -19,6 +19,7 @@ import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_driver import function, word
 from torch_overlay._inductor.relaunch import steps
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.steps import Steps
 
@@ -263,6 +264,24 @@ class TestWrittenCode(StepsTestCase):
         code = self.code("return (aten.add(x, int(n)),)")
         self.check(code, (7, 8, 9), lambda x, n: x + n)
         self.assertIn("two calls take different steps", code.why_not)
+
+    def test_stand_in_that_another_thread_has_kept_notes_nothing_later(self):
+        held = []
+        code = self.code("get_raw_stream(0)", "return (aten.mul(x, 2.0),)", get_raw_stream=lambda index: None)
+        scope = code.model.__globals__
+        scope["get_raw_stream"] = lambda index: held.append(scope["aten"])
+        self.check(code, (3,), lambda x, n: x * 2)
+        before = len(code._first.steps)
+        self.assertEqual(held[0].mul(torch.ones(2), 2.0), torch.full((2,), 2.0))
+        self.assertEqual((len(code._first.steps), scope["aten"]), (before, torch.ops.aten))
+
+    def test_code_runs_as_it_is_while_a_region_is_captured(self):
+        code = self.code("return (aten.mul(x, 2.0),)")
+        with capturing:
+            self.check(code, (3, 4, 5), lambda x, n: x * 2)
+        self.assertEqual(code.runs, 0)
+        self.check(code, (3, 4, 5), lambda x, n: x * 2)
+        self.assertEqual(code.runs, 1)
 
     def test_float_that_was_the_same(self):
         code = self.code("return (aten.mul(x, f),)", names="x, n, f")

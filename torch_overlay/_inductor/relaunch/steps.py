@@ -38,6 +38,7 @@ from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_overlay._inductor.relaunch.capture.allocations import ALLOCATOR, namespace_of
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
@@ -379,6 +380,7 @@ def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -
         with follower, deciding(decisions):
             result = model(inputs)
     finally:
+        follower.thread = 0  # another thread may have taken a stand-in for the original meanwhile
         namespace.update(originals)
         for name in made.keys() - originals:
             namespace.pop(name, None)
@@ -530,7 +532,6 @@ class Steps:
         self._numbers: list[dict[int, Any]] = []  # of all calls that were followed
         is_generated = ALLOCATOR in (namespace_of(model) or {})
         self._left = MOST if is_generated and device.stream_of is not None else 0
-        self._lock = threading.Lock()
 
     @property
     def runs(self) -> int:
@@ -545,7 +546,8 @@ class Steps:
         if in_c is not None and (result := in_c.run(inputs)) is not None:
             counters["torch_overlay"]["cudagraph_steps"] += 1
             return result
-        if not self._left or not self._lock.acquire(blocking=False):
+        # A capture replaces globals of the module, too.
+        if not self._left or not capturing.acquire(blocking=False):
             return self.model(inputs)
         try:
             self._left -= 1
@@ -556,11 +558,7 @@ class Steps:
                 self._refuse(f"{type(error).__name__}: {error}")
             return result
         finally:
-            self._lock.release()
-
-    def forget(self) -> None:
-        """Drop what was noted, and what C has of it."""
-        self.__init__(self.model, self.device)
+            capturing.release()
 
     def _refuse(self, why: str) -> None:
         self.why_not, self._left, self._first = why, 0, None
