@@ -290,6 +290,13 @@ class TestWrittenCode(StepsTestCase):
             self.assertEqual(code.run([x, n, f])[0], x * f)
         self.assertEqual(code.runs, 1)
 
+    def test_number_that_can_not_be_followed_is_a_plain_one(self):
+        code = self.code("return (aten.mul(x, f ** 2),)", names="x, n, f")
+        for n, f in ((3, 0.5), (4, 1.5), (5, 0.25)):
+            x = torch.randn(n)
+            self.assertEqual(code.run([x, n, f])[0], x * f**2)
+        self.assertIn("two calls take different steps", code.why_not)
+
     def test_tensor_that_no_step_made(self):
         code = self.code("return (aten.mul(x, x.grad),)")
         for n in (3, 4, 5):
@@ -390,8 +397,8 @@ class Kernel:
 
 
 class TestKernels(StepsTestCase):
-    def in_c(self, shown, conditions=()):
-        bound = {"index": 0, "stream_of": lambda index: 0x55, "current": lambda: 0}
+    def in_c(self, shown, conditions=(), current=lambda: 0):
+        bound = {"index": 0, "stream_of": lambda index: 0x55, "current": current}
         arguments = steps._Builder(shown).arguments(conditions)
         return relaunch_driver.module().steps(**arguments, **bound, inputs=shown.inputs)
 
@@ -434,6 +441,9 @@ class TestKernels(StepsTestCase):
         self.assertEqual(in_c.runs, 0)
 
     def test_other_device_and_missing_context(self):
+        inputs = [300, torch.zeros(4)]
+        self.assertIsNone(self.in_c(self.shown(), current=lambda: 1).run(inputs))
+        self.assertEqual(len(inputs), 2)
         in_c = self.in_c(self.shown())
         library = relaunch_driver.driver().library
         library.forget_context()
