@@ -2,9 +2,8 @@
    as steps] of `relaunch.steps`. */
 
 #include "data_ptr.h"
-#include "driver_api.h"
 #include "module.h"
-#include "numbers.h"
+#include "patch.h"
 
 #include <structmember.h>
 
@@ -59,7 +58,7 @@ typedef struct {
     Built *build; /* the first ones are made once a run */
     CodeStep *step;
     Operand result;
-    unsigned long long runs, launches;
+    unsigned long long runs;
 } Steps;
 
 typedef struct {
@@ -401,15 +400,11 @@ static int find_stream(const Steps *self, Handle *stream) {
     PyObject *answer = PyObject_CallNoArgs(self->current);
     long device;
     Handle context;
-    int code;
     if (!answer) return -1;
     device = PyLong_AsLong(answer);
     Py_DECREF(answer);
     if (device != self->device) return PyErr_Occurred() ? -1 : 0;
-    if ((code = cu.CtxGetCurrent(&context))) {
-        driver_error(code, "cuCtxGetCurrent");
-        return -1;
-    }
+    if (get_context(&context)) return -1;
     if (!context) return 0; /* torch makes it current at its first call in a thread */
     if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
     *stream = PyLong_AsVoidPtr(answer);

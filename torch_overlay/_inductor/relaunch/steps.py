@@ -43,8 +43,8 @@ from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES
-from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, plain, POINTER_LETTER
-from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, Traced
+from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, POINTER_LETTER, replaced, show
+from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, plain, Traced
 from torch_overlay._inductor.relaunch.proof.functions import binary_of
 
 
@@ -93,7 +93,7 @@ class Kernel(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """What one call showed. `numbers`: those among its inputs, by position; `inputs`: how many it had."""
+    """The steps of one call. `numbers`: those among its inputs, by position; `inputs`: how many it had."""
 
     steps: list[Call | Kernel]
     result: Any
@@ -231,9 +231,8 @@ class Follower(TorchDispatchMode):
                 grid = tuple(map(self.operand, (x, y, z)))
                 made.append(Kernel(binary, grid, tuple(map(self.operand, arguments))))
 
-        called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
         try:
-            called(*args, **kwargs)
+            show(launcher, note, args, kwargs)
         except Exception as error:  # a launcher that does more than to compute a grid
             log.info("%s is launched from Python: %s", getattr(binary, "name", "a kernel"), error)
         return made[0] if made else None
@@ -374,16 +373,11 @@ def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -
     made: dict[str, Any] = {}
     with follower.noting():
         made = stand_ins(model, namespace, follower)
-    originals = {name: namespace[name] for name in made if name in namespace}
     try:
-        namespace.update(made)
-        with follower, deciding(decisions):
+        with replaced(namespace, made), follower, deciding(decisions):
             result = model(inputs)
     finally:
         follower.thread = 0  # another thread may have taken a stand-in for the original meanwhile
-        namespace.update(originals)
-        for name in made.keys() - originals:
-            namespace.pop(name, None)
     shown = follower.operand(tuple(result) if isinstance(result, (list, tuple)) else result)
     result = plain(result)  # a number may be one of the followed
     if follower.why_not:
@@ -472,17 +466,16 @@ class _Builder:
             arguments = tuple(map(self._operand, step.arguments))
             return step.function, step.names, arguments, step.kept, self.drops[i], 0, 0, 0, ""
         binary = step.binary
-        grid = tuple([self._word(GRID, v)[:2] if isinstance(v, Number) else (BYTES, v) for v in step.grid])
+        grid = tuple([(True, self._word(GRID, v)) if isinstance(v, Number) else (False, v) for v in step.grid])
         parameters = [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, step.arguments, strict=True)]
         for scratch in ("has_global_scratch", "has_profile_scratch"):
             parameters += [(NULL_POINTER, 0, 0)] if getattr(binary, scratch, False) else []
         self.kept.append(binary)
         threads = WARP * binary.num_warps
-        of = tuple([(kind == WORD, number) for kind, number in grid])
-        return None, (), of, tuple(parameters), self.drops[i], binary.function, threads, binary.shared, binary.name
+        return None, (), grid, tuple(parameters), self.drops[i], binary.function, threads, binary.shared, binary.name
 
-    def _word(self, letter: str, number: Number) -> tuple[int, int, int]:
-        return WORD, self.words.setdefault((letter, number.expression), len(self.words)), 0
+    def _word(self, letter: str, number: Number) -> int:
+        return self.words.setdefault((letter, number.expression), len(self.words))
 
     def _parameter(self, letter: str, value: Any) -> tuple[int, int, int]:
         if isinstance(value, Slot):
@@ -493,7 +486,7 @@ class _Builder:
             self.kept.append(value)
             return BYTES, 0, value.data_ptr()
         if isinstance(value, Number):
-            return self._word(letter, value)
+            return WORD, self._word(letter, value), 0
         return BYTES, 0, int.from_bytes(pack(letter, value), "little")
 
 

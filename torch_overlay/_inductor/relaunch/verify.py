@@ -107,7 +107,7 @@ class Verified:
         match layout.recipes[output]:
             case Repeated(first):
                 return self._is_unwritten(first)
-            case OfStorage(number, _):  # otherwise, derived regions hold addresses, too
+            case OfStorage(number, _):
                 storage, region = layout.storages[number], self._region(output)
                 start = 0 if number in layout.own else storage.offset
                 slots = self.relaunch.template.slots

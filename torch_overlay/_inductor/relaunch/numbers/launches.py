@@ -19,6 +19,7 @@ from torch_overlay._inductor.relaunch.numbers.traced import (
     largest,
     NumberEscaped,
     NumberUse,
+    plain,
     smallest,
     Traced,
 )
@@ -26,14 +27,7 @@ from torch_overlay._inductor.relaunch.proof.functions import binary_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-
-def plain(value: Any) -> Any:
-    """Return the plain value of a number, or of those in a tuple or list."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(plain, value))
-    return value.value if isinstance(value, Traced) else value
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 POINTER_LETTER = "O"  # of torch's static launcher
@@ -72,9 +66,27 @@ class Launches:
                         _escape([value], "a kernel takes it as a type that launches do not convert")
                     self.uses.append(NumberUse(made[0], number, letters[number], value.expression))
 
-        called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
-        called(*args, **kwargs)
+        show(launcher, note, args, kwargs)
         return result
+
+
+def show(launcher: Any, note: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run a static launcher with `note` in place of the function that launches: (x, y, z, stream, *arguments)."""
+    called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
+    called(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def replaced(namespace: dict[str, Any], stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Replace globals of a generated module, builtins among them."""
+    originals = {name: namespace[name] for name in stand_ins if name in namespace}
+    try:
+        namespace.update(stand_ins)
+        yield
+    finally:
+        namespace.update(originals)
+        for name in stand_ins.keys() - originals:
+            namespace.pop(name, None)
 
 
 def _escape(values: Sequence[Traced], how: str) -> NoReturn:
@@ -101,17 +113,12 @@ def noted(namespace: dict[str, Any] | None, launches: Launches) -> Iterator[None
     """Note what this thread launches by the kernels of the generated module with these globals."""
     scope = {} if namespace is None else namespace
     kernels = {name: v for name, v in scope.items() if hasattr(v, "launchers") and hasattr(v, "run")}
-    originals = {name: scope[name] for name in (*kernels, *COMPARING) if name in scope}
-    try:
-        scope.update({name: _Noted(kernel, launches) for name, kernel in kernels.items()})
-        for name, function in COMPARING.items():
-            original = originals.get(name) or getattr(builtins, name)
-            scope[name] = functools.partial(_in_thread, launches.thread, function, original)
+    made: dict[str, Any] = {name: _Noted(kernel, launches) for name, kernel in kernels.items()}
+    for name, function in COMPARING.items():
+        original = scope.get(name) or getattr(builtins, name)
+        made[name] = functools.partial(_in_thread, launches.thread, function, original)
+    with replaced(scope, made):
         yield
-    finally:
-        scope.update(originals)
-        for name in COMPARING.keys() - originals:
-            scope.pop(name, None)
 
 
 def _in_thread(thread: int, function: Callable[..., Any], original: Callable[..., Any], *args: Any) -> Any:

@@ -115,6 +115,13 @@ class Traced:
         def __rsub__(self, other: Any) -> Traced: ...
 
 
+def plain(value: Any) -> Any:
+    """Return the plain value of a number, or of those in a tuple or list."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(plain, value))
+    return value.value if isinstance(value, Traced) else value
+
+
 def _apply(name: str, *operands: Any) -> Traced:
     """Return the result of an operation on integers, or on floats if one operand is a float, or for a division."""
     made = [v if isinstance(v, Traced) else Traced(v, constant(v)) for v in operands]
@@ -169,7 +176,7 @@ def decide(name: str, number: Any) -> None:
 
 
 def _compare(asked: str, compare: Callable[[int, int], bool], self: Traced, other: Any = 0) -> bool:
-    value = other.value if isinstance(other, Traced) else other
+    value = plain(other)
     if _thread.decisions is None or type(self.value) is not int or type(value) is not int:
         self.escape(f"its value is asked for ({asked})")
     outcome, difference = compare(self.value, value), self - other
@@ -232,7 +239,7 @@ def _or_plain(name: str, traced: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return traced(self, *others)
         except NumberEscaped:
-            return getattr(self.value, name)(*[v.value if isinstance(v, Traced) else v for v in others])
+            return getattr(self.value, name)(*plain(others))
 
     return method
 
