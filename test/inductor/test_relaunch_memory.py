@@ -10,11 +10,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch._inductor.config as inductor_config
 from hypothesis import given, settings, strategies as st
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import form  # noqa: F401
 from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_device import Launcher
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import donated_buffers
 from torch_overlay._inductor.relaunch import causes, runner
@@ -38,6 +44,7 @@ from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.csrc import DriverError
+from torch_overlay.testing import simulated_gpu
 
 
 # A chain of temporaries, each used by the next operation alone.
@@ -381,6 +388,38 @@ class TestStages(RelaunchTestCase):
         self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
         for stage in self.stages():  # scratch of one stage alone is passed to no other
             self.assertTrue(set(stage.gives).isdisjoint(stage.drops))
+
+    def test_backward_that_writes_over_what_was_saved(self):
+        """One stage leaves there what a later one reads."""
+        source = DEFERRED.replace(
+            "d = empty_strided_cuda((64, 64), (64, 1), torch.float32)\n        torch.add(a,", "d = torch.add(a,"
+        )
+        source = source.replace("else tangent, out=d)", "else tangent, out=a)")
+        run = self.backward(source, mutated=())
+        for _ in range(4):
+            inputs = backward_inputs()[:9]
+            *saved, tangent = [v.clone() for v in inputs]
+            flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
+            self.assertEqual(list(run(inputs)), [3 * d for d in [*flows][:0:-1]])
+        self.assertGreater(len(self.stages()), 1)
+        self.assertEqual(self.counted("relaunches"), 3 * len(self.stages()))
+
+    def test_backward_does_not_run_again_once_a_stage_has(self):
+        """The stage may have written over what was saved."""
+        self.enterContext(mock.patch.multiple(Launcher, rebuild=mock.Mock(), direct=False))
+        run, launched = self.backward(DEFERRED, mutated=()), []
+        replay = Launcher.replay
+
+        def failing(launcher):
+            launched.append(launcher)
+            if len(launched) == 2:
+                raise RuntimeError("no such copy")
+            replay(launcher)
+
+        run(backward_inputs()[:9])
+        with mock.patch.object(Launcher, "replay", failing), self.assertRaisesRegex(RuntimeError, "no such copy"):
+            run(backward_inputs()[:9])
+        self.assertEqual(len(launched), 2)
 
     def test_graph_that_the_driver_cannot_cut(self):
         """It is launched as a whole, with all its slabs."""
@@ -858,23 +897,54 @@ def region(args):
 class TestDonation(unittest.TestCase):
     """Compiled code that writes a gradient over what was saved would keep the chunk alive with it."""
 
-    def donated(self, mode, graphs):
-        import torch._inductor.config as inductor_config
+    def backward(self, saved, returned, dynamic):
+        mode, graph = FakeTensorMode(shape_env=ShapeEnv()), torch.fx.Graph()
 
-        graph = torch.fx.Graph()
-        for i in range(6):
-            graph.placeholder(f"saved_{i}")
-        graph.output(())
-        module = torch.fx.GraphModule({}, graph)
+        def noted(node, size, dtype, device="cuda"):
+            dims = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC] * len(size)
+            given = torch.empty(size, dtype=dtype, device="meta")
+            context = StatelessSymbolicContext(dims)
+            value = mode.from_tensor(given, source=ConstantSource(node.name), symbolic_context=context)
+            with mode:
+                node.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=device)
+            return node
+
+        inputs = [noted(graph.placeholder(f"saved_{i}"), *each) for i, each in enumerate(saved)]
+        graph.output((*[noted(graph.call_function(torch.relu, (inputs[0],)), *each) for each in returned], None))
+        return torch.fx.GraphModule({}, graph)
+
+    def donated(self, mode, graphs, saved, returned, dynamic=False):
+        module = self.backward(saved, returned, dynamic)
         with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": graphs}):
-            return donated_buffers(lambda *args: [3, 5], module, module, None)
+            return donated_buffers(lambda *args: list(range(len(saved))), module, module, None)
 
-    def test_nothing_is_donated_to_a_relaunched_backward(self):
-        self.assertEqual(self.donated("relaunch", True), [])
+    SAVED = ((4, 6), torch.float32), ((8, 3), torch.float32), ((4, 6), torch.float16), ((), torch.float32, "cpu")
+
+    def test_memory_that_a_gradient_could_take_is_not_donated(self):
+        """It may take that of another shape, but not of another type. Nothing in host memory is donated."""
+        gradient = ((2, 12), torch.float32)
+        for dynamic in (False, True):
+            self.assertEqual(self.donated("relaunch", True, self.SAVED, [gradient], dynamic), [2])
+            self.assertEqual(self.donated("relaunch", True, self.SAVED, [], dynamic), [0, 1, 2])
 
     def test_all_others_are_as_they_were(self):
-        self.assertEqual(self.donated("relaunch", False), [3, 5])
-        self.assertEqual(self.donated("trees", True), [3, 5])
+        gradient = ((2, 12), torch.float32)
+        self.assertEqual(self.donated("relaunch", False, self.SAVED, [gradient]), [0, 1, 2, 3])
+        self.assertEqual(self.donated("trees", True, self.SAVED, [gradient]), [0, 1, 2, 3])
+
+    def test_backward_writes_over_what_was_saved_unless_it_returns_something_of_that_size(self):
+        def writes_over(rows, columns, mode="relaunch"):
+            """Whether the gradient of tanh lies over its result, which is the memory that a gradient could take."""
+            torch._dynamo.reset()
+            function = torch.compile(lambda x, w: (x @ w).tanh().sum())
+            with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": True}), simulated_gpu():
+                x, w = torch.randn(8, rows, device="cuda"), torch.randn(rows, columns, device="cuda")
+                texts = run_and_get_code(lambda: function(x.requires_grad_(), w).backward())[1]
+            return "in_out_ptr0" in texts[-1]
+
+        self.assertTrue(writes_over(16, 64))
+        self.assertFalse(writes_over(64, 64))  # it returns the gradient of x, which is as large
+        self.assertTrue(writes_over(64, 64, "off"))
 
 
 del RelaunchTestCase  # it has no tests of its own

@@ -243,8 +243,9 @@ class Runner:
                     self.states.set_graph(state)  # the next one is the first launch
                 raise
             self.region_graphs.give_up(state, f"its copies to or from the host can't be patched: {error}")
-            if self.code.mutated_inputs and any(stage.totals[0] for stage in relaunch.stages):
-                raise  # what has run may have written to inputs
+            writes = self.code.mutated_inputs or self.code.is_backward  # which may write over what was saved
+            if writes and any(stage.totals[0] for stage in relaunch.stages):
+                raise
             inputs[:] = originals
             return run(state.refused, inputs)
 
