@@ -8,6 +8,7 @@ import collections
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import hypothesis
@@ -17,6 +18,7 @@ import form
 import patched_form
 
 
+gc.disable()  # until all is collected: imports and trees of syntax make much, and hardly any garbage
 os.environ["COLUMNS"] = "160"  # of commands; the workers of xdist say 80
 if "OVERLAY_TEST_BUILDS" not in os.environ:  # for all processes of the run: `stand_ins/c_module.py`
     os.environ["OVERLAY_TEST_BUILDS"] = _builds = tempfile.mkdtemp()
@@ -55,9 +57,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Collections of garbage leave out the two million objects that imports have made."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries complain of objects that are left at the end
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """At the end of a file let go of what it compiled; what lives on is left out of later collections of garbage."""
+    if nextitem is not None and nextitem.path != item.path and "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -25,7 +25,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fingerprint import module_file  # also keeps the package's import from enabling the overlay
+from fingerprint import module_file, without_collections  # also keeps the package's import from enabling the overlay
 from series import (
     base,
     insertion_diff,
@@ -144,6 +144,7 @@ def header(patch: Patch, seams: list[Seam]) -> str:
     return mail(patch.subject, "\n".join(lines))
 
 
+@without_collections()
 def export(root: Path, full: bool = False) -> dict[str, str]:
     """File name -> text, of the whole series. In full, the first patch creates the modules."""
     positions = {patch.slug: position for position, patch in enumerate(PATCHES)}

@@ -149,15 +149,16 @@ class TestCacheKey(TestCase):
             self.assertNotEqual(key(graph()), before)
 
     def test_a_cached_graph_is_not_served_to_another_placement(self) -> None:
-        # The real cache on disk: compiled, missed with another configuration, found with the first one again.
+        # The real cache on disk: compiled, missed with another configuration, found with the first one again. A product
+        # is a call of a library: nothing is for the C++ compiler.
         from torch._dynamo.utils import counters
 
         def run(mode: str | None = None) -> tuple[int, int]:
             torch._dynamo.reset()
             counters.clear()
             with torch._inductor.config.patch(fx_graph_cache=True):
-                compiled = torch.compile(double_plus_one, mode=mode)
-                self.assertEqual(compiled(torch.ones(4)), torch.full((4,), 3.0))
+                compiled = torch.compile(torch.mm, mode=mode)
+                self.assertEqual(compiled(torch.ones(4, 4), torch.ones(4, 4)), torch.full((4, 4), 4.0))
             aot, fx = counters["aot_autograd"], counters["inductor"]
             return aot["autograd_cache_hit"] + fx["fxgraph_cache_hit"], aot["autograd_cache_miss"]
 

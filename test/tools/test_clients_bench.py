@@ -168,7 +168,7 @@ class TestProcesses(unittest.TestCase):
             path = f"{broken.parent}"
             about = {"hardware": "", "torch, cuda, triton": "", "commit": ""}
             with (
-                unittest.mock.patch.dict("os.environ", {"PYTHONPATH": path}),
+                unittest.mock.patch.dict("os.environ", PYTHONPATH=path, TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0"),
                 unittest.mock.patch.object(clients.streams, "describe", lambda: dict(about)),
                 contextlib.redirect_stderr(io.StringIO()),
             ):

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Counts what the programs of the tests' corpora do: kernels, events, waits, nodes, allocations. Needs no GPU.
 
-    python tools/bench/counts.py --jsonl FILE [--corpora 'stream programs'] [--sample 25] [--jobs 2]
+    python tools/bench/counts.py --jsonl FILE [--corpora 'stream programs'] [--sample 25 [4]] [--jobs 2]
     python tools/bench/counts.py --names
 
 `stream_counts` says what is counted of programs with streams, `relaunch_counts` of those with CUDA graphs. Nothing is
-timed, and every count is the same on every machine. --sample N takes about one program in N: those whose names have a
-hash that N divides, so that a new program doesn't change which of the others are taken. --names compiles nothing: it
-compares the names of the programs with the rows of the baseline. Exit status: 0, 1 if a program is new or gone, 2 for
-bad input.
+timed, and every count is the same on every machine. --sample N takes about one program in N, of each corpus or of
+the first one, then of the second one: those whose names have a hash that N divides, so that a new program doesn't
+change which of the others are taken. With --names the names of all programs are compared with the rows of the baseline,
+too; without --jsonl nothing else is done. Exit status: 0, 1 if a program is new or gone, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import gc
+import itertools
 import multiprocessing
 import platform
 import sys
@@ -88,20 +89,25 @@ def compare_names(corpora: Sequence[str], baseline: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
-    parser.add_argument("--sample", type=records.positive, default=1, metavar="N", help="take one program in N")
-    parser.add_argument("--names", action="store_true", help="compare names with the baseline, and count nothing")
+    parser.add_argument("--sample", type=records.positive, nargs="+", default=[1], metavar="N", help="one program in N")
+    parser.add_argument("--names", action="store_true", help="compare names with the baseline")
     parser.add_argument("--jobs", type=records.positive, default=2, help="processes")
     records.add_option(parser)
     args = parser.parse_args(argv)
+    differences: list[str] = []
+    if len(args.sample) not in (1, len(args.corpora)):
+        parser.error("--sample takes one number, or one for each corpus")
     if args.names:
         try:
             differences = compare_names(args.corpora, gate.BASELINE / "cpu.jsonl")
         except records.BadInput as error:
             parser.error(str(error))
         print("\n".join(differences or ["the baseline has a row for each program"]))
-        return int(bool(differences))
-    programs = [(corpus, name) for corpus in args.corpora for name in sample(CORPORA[corpus].names(), args.sample)]
-    context = multiprocessing.get_context("spawn")
+        if args.jsonl is None:
+            return int(bool(differences))
+    parts = zip(args.corpora, itertools.cycle(args.sample))
+    programs = [(corpus, name) for corpus, part in parts for name in sample(CORPORA[corpus].names(), part)]
+    context = multiprocessing.get_context("fork")  # of a process that has imported all programs
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
         found = dict(zip(programs, pool.map(measure, programs, chunksize=4)))
     about = describe()
@@ -113,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, (value,) in row["exact"].items():
                 total[name] = total.get(name, 0) + value
         print(f"{len(figures)} {corpus}: {', '.join(f'{value:.0f} {name}' for name, value in total.items())}")
-    return 0
+    return int(bool(differences))
 
 
 if __name__ == "__main__":
