@@ -50,6 +50,7 @@ del os.environ["TORCH_OVERLAY_DISABLE"]
 
 ENABLE = """
 import torch_overlay
+torch_overlay.enable()
 assert torch_overlay.status().enabled
 """
 

@@ -3,14 +3,13 @@
     import torch_overlay
 
 before `torch.compile` is all it takes: the import enables the overlay. `disable()` restores stock PyTorch, `status()`
-says what is installed and why. With TORCH_OVERLAY_DISABLE=1 in the environment the package can be imported and installs
-nothing; a bad value in the variable of an option (`config`) is a ValueError.
+says whether it is enabled and why. With TORCH_OVERLAY_DISABLE=1 in the environment the package can be imported and
+installs nothing; a bad value in the variable of an option (`config`) is a ValueError.
 
 Note [What the import does]
-The import verifies the installed PyTorch and puts hooks around the functions listed in `seam_table.py`, all of them or
-none; if PyTorch is not the release that the overlay was written for, it raises an OverlayError. It imports torch and no
-compiler module: seams of modules that are not loaded yet are installed when they are loaded, or before the next
-compilation, if another library's import hook has loaded them past the overlay. It does not initialise CUDA. A forked
+The import verifies the installed PyTorch; if it is not the release that the overlay was written for, it raises an
+OverlayError. It imports torch and no compiler module, and does not initialise CUDA. When the first compilation begins,
+hooks are put around the functions listed in `seam_table.py`, all of them or none; `enable()` does so at once. A forked
 child inherits the state; a spawned child has the overlay if its main module imports it. Code compiled before enable()
 or disable() doesn't change until torch._dynamo.reset(); a warning says so.
 """
@@ -21,8 +20,8 @@ import os
 import sys
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._engine import late_import
 from torch_overlay._engine.install import Installer
+from torch_overlay._engine.torch_import import forget_after_import, is_importing
 from torch_overlay._options import switched_on
 from torch_overlay.errors import OverlayError
 from torch_overlay.version import __version__
@@ -50,11 +49,15 @@ def _seams() -> Sequence[Seam]:
 
 # importlib.reload runs this file again in the same namespace; installed seams stay installed.
 _installer: Installer = globals().get("_installer") or Installer(_seams)
-late_import.before_compilation = _installer.before_compilation
 
 
-def enable() -> None:
-    """Install every seam, or raise an OverlayError and install none. Does nothing if they are installed."""
+def _context_init(original: Callable[..., None], self: Any, *args: Any) -> None:
+    """Wrap the constructors of torch._guards with which every compilation begins."""
+    _installer.before_compilation()
+    original(self, *args)
+
+
+def _enable(install: Callable[[], None]) -> None:
     try:
         if switched_on(DISABLE):
             _installer.off_because = f"{DISABLE}={os.environ[DISABLE]} is set in the environment"
@@ -62,7 +65,15 @@ def enable() -> None:
     except ValueError as error:
         _installer.off_because = f"enable() failed: {error}"
         raise
-    _installer.enable()
+    install()
+
+
+def enable() -> None:
+    """Install every hook now, or raise an OverlayError and install none. Does nothing if they are installed.
+
+    The import of the package has them installed when the first compilation begins; this imports PyTorch's compiler. It
+    is for a program that then imports a library that replaces functions of the compiler."""
+    _enable(_installer.enable)
 
 
 def disable() -> None:
@@ -121,8 +132,8 @@ def _runs_as_command() -> bool:
     return module in (__name__, f"-m{__name__}")
 
 
-if late_import.is_importing(sys.modules.get("torch")):
+if is_importing(sys.modules.get("torch")):
     # torch imports every package that TORCH_LOGS names. That is not the user's `import torch_overlay`.
-    late_import.forget_after_import(__name__)
+    forget_after_import(__name__)
 elif not _runs_as_command():
-    enable()
+    _enable(_installer.wait_for_compilation)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def enable(options: argparse.Namespace) -> None:
     """Enable the overlay for a command. Only `status` goes on without one that the installed PyTorch refuses."""
     try:
-        torch_overlay.enable()
+        if options.command == "status":
+            torch_overlay._enable(torch_overlay._installer.wait_for_compilation)
+        else:
+            torch_overlay.enable()
     except (OverlayError, ValueError) as error:
         if options.command != "status" or (isinstance(error, OverlayError) and error.reason == "broken_package"):
             raise commands.UsageError(str(error)) from error

@@ -10,10 +10,9 @@ REASONS = {
     "installed_twice": "another copy of torch_overlay is enabled in this process",
     "missing_target": "an upstream name that a seam needs does not exist",
     "source_changed": "the code of a seam's target is not the code that the seam was written against",
-    "missing_holder": "an object that should hold a reference to a seam's target does not",
     "wrapped_over": "another library has replaced one of the overlay's hooks with its own function",
     "torch_is_importing": "a module that a seam needs is still being imported",
-    "loaded_past": "a module that a seam needs was loaded without the overlay's knowledge",
+    "import_failed": "a module that a seam needs can't be imported",
     "taken_out": "another library has taken a hook of the overlay's out",
     "bad_registration": "a registration did not return the callable that undoes it",
 }
@@ -35,7 +34,7 @@ class OverlayError(RuntimeError):
         self.expected = expected
         self.found = found
         self.remedy = remedy
-        outcome = "torch_overlay is disabled" if reason in ("loaded_past", "taken_out") else "nothing was changed"
+        outcome = "torch_overlay is disabled" if reason == "taken_out" else "nothing was changed"
         super().__init__(
             f"torch_overlay [{reason}] {target}: {REASONS[reason]}.\n"
             f"  expected: {expected}\n"

@@ -117,13 +117,23 @@ SEAMS: tuple[Seam, ...] = (
     # ---- overlay form only
     Seam(
         target="torch._guards:CompileContext.__init__",
-        impl="torch_overlay._engine.late_import:compile_context_init",
+        impl="torch_overlay:_context_init",
         kind="wrap",
         patch=None,
         fingerprint="f8c6f8a16c6af826",
-        why="Another library's import hook may load modules past the overlay, which installs their seams before the "
-        "next compilation.",
+        why="All other seams are installed when the first compilation begins.",
         ends="the patch series, whose hooks are in the files",
+        early=True,
+    ),
+    Seam(
+        target="torch._guards:TracingContext.__init__",
+        impl="torch_overlay:_context_init",
+        kind="wrap",
+        patch=None,
+        fingerprint="145b1342375ccd1d",
+        why="Graphs that are given to compile_fx, and saved code that is loaded, have no CompileContext.",
+        ends="the patch series, whose hooks are in the files",
+        early=True,
     ),
     # ---- overlay-core
     Seam(
@@ -143,6 +153,7 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="",
         why='TORCH_LOGS="torch_overlay" and torch._logging.set_logs know the log name.',
         ends="the code's modules log under names that upstream already registers",
+        early=True,
     ),
     # ---- inductor-cache-key
     Seam(

@@ -54,11 +54,10 @@ class Seam:
     why: str
     upstream: str = ""
     ends: str = "upstream takes the patch"
-    # Objects, other than modules, that captured the function by value, as paths:
-    # "torch.module:Class.table[key].attribute".
-    holders: tuple[str, ...] = ()
     # Other methods of the target's class that the implementation overrides in the object: hooks.override.
     methods: tuple[str, ...] = ()
+    # True if the import of the overlay installs the seam, in a module that torch loads: Note [One moment].
+    early: bool = False
 
     def __post_init__(self) -> None:
         module, colon, name = self.target.partition(":")

@@ -1,56 +1,60 @@
 """Installs all seams or none, and removes them without a trace.
 
-Lifecycle, all under one lock:
+Lifecycle:
 
-    enable()   1. verify on disk: release, files, fingerprints of every seam       (verify.py)
-               2. verify in memory: targets and holders in modules that are loaded
-               3. build the hooks
-               4. change: owners first, then those who hold the originals by value, then registrations
-    import of a module that has seams: steps 2 to 4 for that module              (late_import.py)
-    compilation: the same for modules that were loaded past our finder           (before_compilation)
-    disable()  the changes in reverse, after checking that nobody has put anything around a hook, or in its place
+    off         import torch_overlay: the release, the files, and the fingerprint of every seam are verified on disk
+                (verify.py); the early seams, around constructors of torch._guards, are installed
+    waiting     the first compilation begins, or the program calls enable(): all modules that have seams are imported,
+                their targets are verified in memory, the hooks are built, and all of them are installed
+    installed   disable(): the changes are undone in reverse, after checking that nobody has put anything around a hook
+    off
 
-An error in steps 1 to 3 changes nothing; an error in step 4 is rolled back. Invariants:
+An error in one of these steps leaves no hook behind, and the overlay is off.
 
-    1. The first original wins: a hook wraps what the owner's __dict__ held when the overlay was enabled.
-    2. No module of ours is imported while the lock is held: another thread that holds the module's import lock may
-       be waiting for our lock.
-    3. Between enable() and disable() a loaded module has all of its seams, or is being imported right now. A module
-       that was loaded past our finder gets its seams before anything is compiled, or the overlay is disabled with an
-       error. So it is where another library has put upstream's object back in a hook's place.
+Note [One moment]
+Everything that Dynamo, torch.export, AOTInductor and compile_fx do, and the loading of what they have saved, begins
+with the construction of a CompileContext or a TracingContext, while no function with a seam is on the stack that would
+have to be a hook already. torch itself has loaded both classes. The end of the import of torch._dynamo is a worse
+moment: a hundred modules of torch import it in the middle of their own import, where not all modules with seams can be
+imported, an import hook of another library can load it past ours, and many programs import it and compile nothing.
+The price is that a library may replace a function in memory between the import of torch_overlay and the first
+compilation, which is then an OverlayError; enable() after the import installs the hooks before that library comes. And
+functorch.compile makes none of the contexts: alone, it is stock.
 
-Finds and rebinds the references that others hold to an upstream function.
+Invariants:
 
-Replacing an attribute of a function's owner does not reach those who took the function by value: modules that imported
-it by name, and objects that stored it when their module was loaded (a dispatch table, a frozen record). The modules are
-found by identity in the namespaces of all loaded modules, and so are the keys of Dynamo's rules. The objects are named
-by the seam, as a path such as "torch._dynamo.variables.streams:StreamVariable.tp_methods[record_event].impl";
-test/test_seams.py asks the garbage collector for every referrer of every original and fails if one is left that no seam
-names.
+    1. The first original wins: a hook wraps what the owner's __dict__ held when the seams were installed.
+    2. Nothing is imported while our lock is held: another thread that holds the module's import lock may be waiting for
+       our lock.
+    3. A compilation has all seams or none: in the middle of one, none is installed.
+    4. A compilation that finds a hook taken out (upstream's object is back in its place, or its module was loaded
+       again) disables the overlay, and ends with an error.
+
+A new attribute of a function's owner does not reach the modules that imported the function by name. They are found by
+identity in the namespaces of all loaded modules, and so are the keys of Dynamo's rules. An object that stored an
+original when its module was loaded would keep it: test/test_seams.py asks the garbage collector for every referrer of
+every original, and fails if there is one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
-import re
 import sys
 import threading
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, Literal, TYPE_CHECKING
 
 from torch_overlay.errors import OverlayError
 from torch_overlay.hooks import registered_by, resolve, wrapped_by
 
 from . import verify
-from .late_import import is_importing, is_running_here, LateImportFinder
+from .torch_import import is_importing
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch_overlay.seams import Seam
 
@@ -63,10 +67,10 @@ class Change:
     """An installed seam, and the data that its removal needs."""
 
     seam: Seam
+    spec: Any  # that its module was loaded by: a module that is loaded again has another one
     place: verify.SeamTarget | None = None
     hook: Any = None
     raw_hook: Any = None
-    holders: list[Holder] = field(default_factory=list)
     undo: Callable[[], None] | None = None
 
     @property
@@ -78,16 +82,26 @@ class Change:
             return False
         return self.seam.kind == "wrap" or getattr(self.place.original, "__module__", None) == self.seam.module
 
-    def identify(self, found: Any) -> Literal["hook", "original", "new", "other"]:
-        """Return what an object at the target's place is; "new": as upstream's code defines it when it runs again."""
+    def is_loaded_again(self) -> bool:
+        module = sys.modules.get(self.seam.module)
+        return module is not None and module.__spec__ is not self.spec
+
+    def is_upstreams(self, found: Any) -> bool:
+        """True if an object is not the hook, but the original, or as upstream's code defines it when it runs again."""
         function = verify.unwrap_descriptor(found)
         if self.place is None or function is self.hook:
-            return "hook"
+            return False
         if function is self.place.original:
-            return "original"
+            return True
         module = sys.modules.get(self.seam.module)
-        can_be_new = self.seam.kind == "wrap" and module is not None
-        return "new" if can_be_new and verify.is_upstreams_own(function, self.seam.qualname, module) else "other"
+        can_be = self.seam.kind == "wrap" and module is not None
+        return can_be and verify.is_upstreams_own(function, self.seam.qualname, module)
+
+    def is_taken_out(self) -> bool:
+        module = sys.modules.get(self.seam.module)
+        if module is None:
+            return False
+        return self.is_loaded_again() or self.is_upstreams(verify.current(self.seam, module))
 
 
 class Installer:
@@ -96,265 +110,124 @@ class Installer:
     def __init__(self, seams: Callable[[], Sequence[Seam]]) -> None:
         self.get_seams = seams
         self.lock = threading.RLock()
+        self.state: Literal["off", "waiting", "installed"] = "off"
         self.changes: dict[str, Change] = {}
-        # Modules that have their seams, each with the spec by which it was loaded: a reload gives it another spec.
-        self.seamed: dict[str, tuple[ModuleType, Any]] = {}
-        self.finder: LateImportFinder | None = None
         self.edited_files: list[str] = []
         self.off_because = "enable() has not been called"
         # A child must not be forked in the middle of an installation, nor get a lock that none of its threads holds.
         os.register_at_fork(
-            before=self._before_fork, after_in_parent=self._after_fork_in_parent, after_in_child=self._after_fork
+            before=lambda: self.lock.acquire(),
+            after_in_parent=lambda: self.lock.release(),
+            after_in_child=lambda: setattr(self, "lock", threading.RLock()),
         )
-
-    def _before_fork(self) -> None:
-        self.lock.acquire()
-
-    def _after_fork_in_parent(self) -> None:
-        self.lock.release()
-
-    def _after_fork(self) -> None:
-        self.lock = threading.RLock()
 
     @property
     def enabled(self) -> bool:
-        return self.finder is not None
+        return self.state != "off"
 
-    def enable(self) -> None:
-        """Install every seam, or none. Does nothing if the overlay is enabled."""
+    def wait_for_compilation(self) -> None:
+        """Verify the files; have the first compilation install every seam. Does nothing if the overlay is enabled."""
         if self.enabled:
             return
         try:
-            self._enable()
+            root = verify.torch_root()
+            import torch  # noqa: F401
+
+            seams = self.get_seams()
+            verify.check_version(root, seams)
+            import torch_overlay.config  # noqa: F401  (refuses bad values of options in the environment)
+
+            edited = verify.check_files(root, seams)
+            self._install([seam for seam in seams if seam.early], "off", "waiting")
         except BaseException as error:
             self.off_because = f"enable() failed: {error}"
             raise
+        self.edited_files = edited
         self._say_what_is_compiled("was enabled", "keeps upstream's behaviour")
 
-    def _enable(self) -> None:
-        root = verify.torch_root()
-        import torch  # noqa: F401
+    def enable(self) -> None:
+        """Install every seam, or none. Does nothing if they are installed."""
+        self.wait_for_compilation()
+        if self.state == "waiting":
+            self._install_or_disable()
 
-        seams = self.get_seams()
-        verify.check_version(root, seams)
-        import torch_overlay.config  # noqa: F401  (refuses bad values of options in the environment)
-
-        names = {seam.module for seam in seams}
-        edited = verify.check_files(root, seams)
-        while not self._install_loaded(names, seams):
-            pass  # another thread began to import a module that we had not waited for
-        self.edited_files = edited
-
-    def _install_loaded(self, names: set[str], seams: Sequence[Seam]) -> bool:
-        """Install the seams of the modules that are loaded, and the finder for the other modules. Return False, with
-        nothing changed, if another thread has begun to import one of the modules meanwhile.
+    def before_compilation(self) -> None:
+        """Install every seam, if no other compilation is under way. Disable the overlay and raise an error if one of
+        its hooks has been taken out.
         """
-        self._wait_for_imports(names)
-        for seam in seams:
-            if seam.kind != "wrap" and seam.module in sys.modules:
-                resolve(seam.impl)
-        with self.lock:
-            if self.enabled:
-                return True
-            finder = LateImportFinder(names, self._module_loaded)
-            finder.stand_first()
-            try:
-                loaded = {name for name in names if name in sys.modules and not finder.will_report(name)}
-                if done := not any(is_importing(sys.modules.get(name)) for name in loaded):
-                    self._install([seam for seam in seams if seam.module in loaded])
-                    self.finder = finder
-            finally:
-                if self.finder is not finder:
-                    finder.leave()
-            return done
+        from torch._guards import CompileContext, TracingContext
 
-    def before_compilation(self, is_inner: bool = False) -> None:
-        """Install the seams of modules that were loaded by a finder before ours in sys.meta_path, or by none. In the
-        middle of another compilation, part of which ran without the seams, it is too late: disable the overlay and
-        raise an error.
-        """
-        finder = self.finder
-        if finder is None:
-            return
-        finder.stand_first()
-        missed, taken = self.missed(), self.taken_out()
-        if not missed and not taken:
-            return
-        if is_inner or taken:
-            error = taken_out(taken) if taken else loaded_past(missed)
+        if self.state == "waiting" and CompileContext.try_get() is None and TracingContext.try_get() is None:
+            self._install_or_disable()
+        elif taken := self.taken_out():
+            error = taken_out(taken)
             self.disable(because=str(error))
             raise error
-        self._wait_for_imports(missed)
-        seams = [seam for seam in self.get_seams() if seam.module in missed]
-        for seam in seams:
-            if seam.kind != "wrap":
-                resolve(seam.impl)
-        with self.lock:
-            missed = self.missed()
-            if self.finder is not finder or not missed:
-                return  # another thread has installed them
-            self._install_or_disable([seam for seam in seams if seam.module in missed], "loaded past torch_overlay")
-        log.warning(
-            "torch_overlay: an import hook loaded %s past the overlay, which noticed at this compilation and has "
-            "installed what belongs there. What was compiled before keeps upstream's behaviour until "
-            "torch._dynamo.reset() is called. Install other import hooks before torch_overlay is imported.",
-            ", ".join(sorted(missed)),
-        )
-
-    def missed(self) -> set[str]:
-        """Return loaded modules that lack their seams: our finder hasn't reported their import, nor will it."""
-        finder = self.finder
-        if finder is None:
-            return set()
-        loaded = {name: m for name in finder.names if (m := sys.modules.get(name)) and not finder.will_report(name)}
-        there: dict[str, set[str]] = {}
-        for change, what in self._identified():
-            if change.seam.kind == "wrap":
-                there.setdefault(change.seam.module, set()).add(what)
-        again = {name for name, found in there.items() if "new" in found and found.isdisjoint(("hook", "original"))}
-        return {name for name, module in loaded.items() if name in again or not self._is_seamed(name, module)}
 
     def taken_out(self) -> list[str]:
-        """Return the targets at which somebody has put upstream's object back; the module's code has not run again."""
-        missed = self.missed()
-        return [
-            change.seam.target
-            for change, what in self._identified()
-            if what in ("original", "new") and change.seam.module not in missed
-        ]
-
-    def _identified(self) -> Iterator[tuple[Change, str]]:
-        """Yield the changes of loaded modules, each with what is at its place."""
-        for change in list(self.changes.values()):
-            if change.place is not None and (module := sys.modules.get(change.seam.module)) is not None:
-                yield change, change.identify(verify.current(change.seam, module))
-
-    def _is_seamed(self, name: str, module: ModuleType) -> bool:
-        seamed, spec = self.seamed.get(name, (None, None))
-        return seamed is module and spec is getattr(module, "__spec__", None)
+        """Return targets whose module was loaded again, or at which somebody has put upstream's object back."""
+        return [change.seam.target for change in list(self.changes.values()) if change.is_taken_out()]
 
     def disable(self, because: str = "disable() was called") -> None:
         """Remove every seam. Does nothing if the overlay is not enabled."""
         with self.lock:
-            finder = self.finder
-            if finder is None:
+            if not self.enabled:
                 return
-            for name in self.missed():
-                self._forget(name)
             changes = list(self.changes.values())
             for change in changes:
-                self._check_in_place(change)
+                check_in_place(change)
             self._remove(changes)
-            finder.leave()
-            self.finder = None
-            self.seamed.clear()
-            self.off_because = because
+            self.state, self.off_because = "off", because
         self._say_what_is_compiled("was disabled", "keeps the overlay's behaviour")
 
-    def _wait_for_imports(self, names: Iterable[str]) -> None:
-        """Wait for other threads' imports of modules with seams that began before our finder could find them."""
-        for name in names:
-            if is_importing(sys.modules.get(name)):
-                # The import fails in the other thread, too; or that thread waits for this one.
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
-                module = sys.modules.get(name)
-                if module is not None and is_importing(module):
-                    raise importing(name, module)
+    def _install_or_disable(self) -> None:
+        try:
+            self._install([seam for seam in self.get_seams() if not seam.early], "waiting", "installed")
+        except Exception as error:
+            self.disable(because=f"the seams could not be installed: {error}")
+            raise
 
-    def _module_loaded(self, module: ModuleType) -> None:
-        """Install the seams of a module that was just imported."""
-        seams = [seam for seam in self.get_seams() if seam.module == module.__name__]
+    def _install(
+        self, seams: Sequence[Seam], before: Literal["off", "waiting"], after: Literal["waiting", "installed"]
+    ) -> None:
+        """Install seams and change the state; do nothing if another thread has changed it meanwhile."""
+        modules = dict.fromkeys(seam.module for seam in seams)
+        for name in modules:
+            import_module(name)
         for seam in seams:
             if seam.kind != "wrap":
                 resolve(seam.impl)
         with self.lock:
-            if not self.enabled:
-                return
-            self._install_or_disable(seams, "imported")
+            if self.state == before:
+                for name in modules:
+                    verify.check_origin(sys.modules[name])
+                self._change(seams)
+                self.state = after
 
-    def _install_or_disable(self, seams: Sequence[Seam], event: str) -> None:
-        """Install the seams of modules that came after enable(); if one can't have its seams, disable the overlay."""
-        names = {seam.module for seam in seams}
-        for name in names:
-            self._forget(name)
-        try:
-            self._install(seams)
-        except OverlayError as error:
-            self.disable(because=f"{', '.join(sorted(names))} was {event}: {error}")
-            raise
-
-    def _forget(self, module_name: str) -> None:
-        """Drop the changes of a module that is loaded again: the objects that they changed are gone."""
-        for target in [target for target, change in self.changes.items() if change.seam.module == module_name]:
-            del self.changes[target]
-
-    def _install(self, seams: Sequence[Seam]) -> None:
-        modules = {seam.module: sys.modules[seam.module] for seam in seams}
-        for module in modules.values():
-            verify.check_origin(module)
-        changes = [self._prepare(seam) for seam in seams]
+    def _change(self, seams: Sequence[Seam]) -> None:
+        changes = [prepare(seam) for seam in seams]
         try:
             for change in changes:
                 if change.place is not None:
                     setattr(change.place.owner, change.place.name, change.raw_hook)
             rebind((c.place.original, c.hook, c.seam) for c in changes if c.place is not None and c.is_global)
             for change in changes:
-                for holder in change.holders:
-                    holder.set(change.hook)
-            for change in changes:
                 if change.place is None:
-                    change.undo = self._register(change.seam)
+                    change.undo = register(change.seam)
         except BaseException:
             self._remove(changes)
             raise
         self.changes.update({change.seam.target: change for change in changes})
-        self.seamed.update({name: (module, getattr(module, "__spec__", None)) for name, module in modules.items()})
-
-    def _prepare(self, seam: Seam) -> Change:
-        """Verify a seam in memory and build its hook; change nothing."""
-        module = sys.modules[seam.module]
-        if seam.kind == "register":
-            return Change(seam)
-        place = verify.find_place(seam, module)
-        holders = [find_holder(path, seam.target, place.original) for path in seam.holders]
-        build = wrapped_by(seam.impl) if seam.kind == "wrap" else resolve(seam.impl)
-        hook = build(place.original)
-        raw_hook = verify.rewrap_descriptor(place.raw, hook)
-        return Change(seam, place, hook, raw_hook, [holder for holder in holders if holder is not None])
-
-    def _register(self, seam: Seam) -> Callable[[], None]:
-        undo = registered_by(seam.impl, seam.module)
-        if not callable(undo):
-            raise OverlayError(
-                "bad_registration", seam.target, f"{seam.impl} returns a callable", repr(undo), "Report this."
-            )
-        return undo
-
-    def _check_in_place(self, change: Change) -> None:
-        place = change.place
-        if place is None:
-            return
-        current = vars(place.owner).get(place.name)
-        if current is not change.raw_hook and change.identify(current) not in ("original", "new"):
-            raise OverlayError(
-                "wrapped_over",
-                change.seam.target,
-                "the hook that enable() put there",
-                repr(current),
-                "Take out the other library's change first, then call torch_overlay.disable() again.",
-            )
 
     def _remove(self, changes: Sequence[Change]) -> None:
         for change in reversed(changes):
+            self.changes.pop(change.seam.target, None)
+            if change.is_loaded_again():
+                continue  # the objects that we have changed are gone
             if change.undo is not None:
                 change.undo()
-                change.undo = None
-            for holder in change.holders:
-                holder.set(change.place.original if change.place else None)
             if change.place is not None:
                 setattr(change.place.owner, change.place.name, change.place.raw)
-            self.changes.pop(change.seam.target, None)
         rebind((c.hook, c.place.original, c.seam) for c in changes if c.place is not None)
 
     def _say_what_is_compiled(self, event: str, effect: str) -> None:
@@ -370,15 +243,60 @@ class Installer:
             )
 
 
-def loaded_past(names: Iterable[str]) -> OverlayError:
-    return OverlayError(
-        "loaded_past",
-        ", ".join(sorted(names)),
-        "a module that is loaded through torch_overlay's finder",
-        "one that an import hook loaded past it, in the middle of a compilation",
-        "Install other import hooks before torch_overlay is imported. After torch_overlay.enable() and "
-        "torch._dynamo.reset() everything is compiled with it.",
-    )
+def import_module(name: str) -> None:
+    """Import a module that has seams; wait for another thread that is importing it."""
+    failure: Exception | None = None
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failure = error
+    if is_importing(sys.modules.get(name)):
+        raise OverlayError(
+            "torch_is_importing",
+            name,
+            "a module that is loaded or not loaded",
+            "one whose import is under way, further up the call stack or in a thread that waits for this one",
+            "Compile, or call torch_overlay.enable(), outside of modules that torch itself imports.",
+        ) from failure
+    if failure is not None:
+        remedy = "Reinstall PyTorch, or leave out the library that prevents the import."
+        raise OverlayError("import_failed", name, "a module of PyTorch", repr(failure), remedy) from failure
+
+
+def prepare(seam: Seam) -> Change:
+    """Verify a seam in memory and build its hook; change nothing."""
+    module = sys.modules[seam.module]
+    if seam.kind == "register":
+        return Change(seam, module.__spec__)
+    place = verify.find_place(seam, module)
+    build = wrapped_by(seam.impl) if seam.kind == "wrap" else resolve(seam.impl)
+    hook = build(place.original)
+    return Change(seam, module.__spec__, place, hook, verify.rewrap_descriptor(place.raw, hook))
+
+
+def register(seam: Seam) -> Callable[[], None]:
+    undo = registered_by(seam.impl, seam.module)
+    if not callable(undo):
+        raise OverlayError(
+            "bad_registration", seam.target, f"{seam.impl} returns a callable", repr(undo), "Report this."
+        )
+    return undo
+
+
+def check_in_place(change: Change) -> None:
+    """Check that nobody has put something around a hook, or in its place."""
+    place = change.place
+    if place is None or change.is_loaded_again():
+        return
+    current = vars(place.owner).get(place.name)
+    if current is not change.raw_hook and not change.is_upstreams(current):
+        raise OverlayError(
+            "wrapped_over",
+            change.seam.target,
+            "the hook that enable() put there",
+            repr(current),
+            "Take out the other library's change first, then call torch_overlay.disable() again.",
+        )
 
 
 def taken_out(targets: Iterable[str]) -> OverlayError:
@@ -387,62 +305,10 @@ def taken_out(targets: Iterable[str]) -> OverlayError:
         ", ".join(targets),
         "the hook that enable() put there",
         "upstream's own object",
-        "Import torch_overlay before the library that puts back what it has saved, or after it has done so. After "
-        "torch_overlay.enable() and torch._dynamo.reset() everything is compiled with it.",
+        "Call torch_overlay.enable() before the library that puts back what it has saved is imported, or after it has "
+        "done so; don't load modules of torch again. After torch_overlay.enable() and torch._dynamo.reset() everything "
+        "is compiled with it.",
     )
-
-
-def importing(name: str, module: ModuleType) -> OverlayError:
-    where = "further up the call stack" if is_running_here(module) else "in a thread that waits for this one"
-    return OverlayError(
-        "torch_is_importing",
-        name,
-        "a module that is loaded or not loaded",
-        f"one whose import is under way {where}",
-        "Import torch before torch_overlay, outside of modules that torch itself imports.",
-    )
-
-
-STEP = re.compile(r"\.(\w+)|\[([^\]]+)\]")
-
-
-class Holder(NamedTuple):
-    """Place, `container.name` or `container[name]`, that holds a function by value."""
-
-    container: Any
-    name: str
-    is_item: bool
-
-    def get(self) -> Any:
-        return self.container[self.name] if self.is_item else getattr(self.container, self.name)
-
-    def set(self, value: Any) -> None:
-        if self.is_item:
-            self.container[self.name] = value
-        else:
-            object.__setattr__(self.container, self.name, value)  # also sets the fields of a frozen record
-
-
-def find_holder(path: str, target: str, expected: Any) -> Holder | None:
-    """Return the holder at a path, which must hold `expected`; None while its module is not loaded (it will pick up the
-    hook by itself then).
-    """
-    module_name, _, rest = path.partition(":")
-    container: Any = sys.modules.get(module_name)
-    if container is None:
-        return None
-    *steps, (attribute, item) = STEP.findall("." + rest)
-    try:
-        for name, key in steps:
-            container = getattr(container, name) if name else container[key]
-        holder = Holder(container, attribute or item, bool(item))
-        found = holder.get()
-    except (AttributeError, KeyError, TypeError) as error:
-        raise OverlayError("missing_holder", target, path, repr(error), "Report this: the seam is wrong.") from error
-    if found is not expected:
-        remedy = "Another library replaced it in memory: import torch_overlay before that library, or leave one out."
-        raise OverlayError("missing_holder", target, f"{path} is {expected!r}", repr(found), remedy)
-    return holder
 
 
 def rebind(triples: Iterable[tuple[Any, Any, Seam]]) -> None:

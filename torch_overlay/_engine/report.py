@@ -39,9 +39,8 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class SeamState:
-    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", "missed": its
-    module was loaded past the overlay's finder, and the seam is installed at the next compilation, or "taken out" by
-    another library, and the next compilation disables the overlay.
+    """A seam and its state: "off", "waiting" for the first compilation, "installed", or "taken out" by another library,
+    and the next compilation disables the overlay.
     """
 
     seam: Seam
@@ -103,16 +102,6 @@ def installed_version(package: str) -> str:
         return "none"
 
 
-def seam_state(installer: Installer, seam: Seam, missed: set[str], taken: Sequence[str]) -> str:
-    if seam.module in missed:
-        return "missed"
-    if seam.target in taken:
-        return "taken out"
-    if seam.target in installer.changes:
-        return "installed"
-    return "waiting" if installer.enabled else "off"
-
-
 def feature(installer: Installer, name: str) -> Feature:
     """Read an option and find out who set it."""
     if not installer.enabled:
@@ -145,17 +134,12 @@ def feature(installer: Installer, name: str) -> Feature:
 def make_status(installer: Installer) -> Status:
     base = verify.base()
     seams = installer.get_seams()
-    missed, taken = installer.missed(), installer.taken_out()
-    states = tuple(SeamState(seam, seam_state(installer, seam, missed, taken)) for seam in seams)
-    count = Counter(state.state for state in states)
+    taken = installer.taken_out()
     why = installer.off_because
     if installer.enabled:
-        why = f"{count['installed']} seams installed, {count['waiting']} waiting for their module to be imported"
+        why = f"{len(seams)} seams {'wait for the first compilation' if installer.state == 'waiting' else 'installed'}"
+        why += f", {len(taken)} taken out by another library" * bool(taken)
         why += f"; {verify.untested()}" * bool(verify.untested())
-    if missed:
-        why += f", {count['missed']} missed: an import hook loaded their modules past the overlay"
-    if taken:
-        why += f", {len(taken)} taken out by another library"
     return Status(
         enabled=installer.enabled,
         why=why,
@@ -167,7 +151,7 @@ def make_status(installer: Installer) -> Status:
             "python": platform.python_version(),
         },
         edited_files=tuple(installer.edited_files),
-        seams=states,
+        seams=tuple(SeamState(seam, "taken out" if seam.target in taken else installer.state) for seam in seams),
         features=tuple(feature(installer, name) for name in FEATURES),
         coverage=coverage(),
     )

@@ -242,7 +242,7 @@ def check_own(raw: Any, qualname: str, seam: Seam, module: ModuleType) -> None:
             seam.target if qualname == seam.qualname else f"{seam.module}:{qualname}",
             f"the function that {module.__file__} defines",
             f"{found!r}{where}",
-            "Another library replaced it in memory: import torch_overlay before that library, or leave one out.",
+            "Another library replaced it in memory: leave one out, or call torch_overlay.enable() before it is imported.",
         )
 
 
