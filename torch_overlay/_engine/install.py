@@ -87,10 +87,10 @@ class Change:
         return module is not None and module.__spec__ is not self.spec
 
     def is_upstreams(self, found: Any) -> bool:
-        """True if an object is not the hook, but the original, or as upstream's code defines it when it runs again."""
-        function = verify.unwrap_descriptor(found)
-        if self.place is None or function is self.hook:
+        """True if an object is the original, or the function that upstream's code defines, and not the hook."""
+        if self.place is None or found is self.raw_hook:
             return False
+        function = verify.unwrap_descriptor(found)
         if function is self.place.original:
             return True
         module = sys.modules.get(self.seam.module)
@@ -98,10 +98,7 @@ class Change:
         return can_be and verify.is_upstreams_own(function, self.seam.qualname, module)
 
     def is_taken_out(self) -> bool:
-        module = sys.modules.get(self.seam.module)
-        if module is None:
-            return False
-        return self.is_loaded_again() or self.is_upstreams(verify.current(self.seam, module))
+        return self.is_loaded_again() or (self.place is not None and self.is_upstreams(self.place.current()))
 
 
 class Installer:
@@ -288,7 +285,7 @@ def check_in_place(change: Change) -> None:
     place = change.place
     if place is None or change.is_loaded_again():
         return
-    current = vars(place.owner).get(place.name)
+    current = place.current()
     if current is not change.raw_hook and not change.is_upstreams(current):
         raise OverlayError(
             "wrapped_over",

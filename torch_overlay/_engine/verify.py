@@ -174,6 +174,9 @@ class SeamTarget(NamedTuple):
     raw: Any
     original: Any
 
+    def current(self) -> Any:
+        return vars(self.owner).get(self.name)
+
 
 def unwrap_descriptor(raw: Any) -> Any:
     """Return the function inside a static method, class method or property."""
@@ -242,13 +245,8 @@ def check_own(raw: Any, qualname: str, seam: Seam, module: ModuleType) -> None:
             seam.target if qualname == seam.qualname else f"{seam.module}:{qualname}",
             f"the function that {module.__file__} defines",
             f"{found!r}{where}",
-            "Another library replaced it in memory: leave one out, or call torch_overlay.enable() before it is imported.",
+            "Another library replaced it in memory: leave one out, or call torch_overlay.enable() before its import.",
         )
-
-
-def current(seam: Seam, module: ModuleType) -> Any:
-    """Return what is at the seam's target in a loaded module now, or None."""
-    return getattr(find_owner(seam, module), "__dict__", {}).get(seam.qualname.rpartition(".")[2])
 
 
 def is_upstreams_own(value: Any, qualname: str, module: ModuleType) -> bool:
