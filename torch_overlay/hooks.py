@@ -103,6 +103,14 @@ def _overriding(base: type, methods: tuple[tuple[str, Callable[..., Any]], ...])
     return subclass
 
 
+def put_in_place() -> None:
+    """Have the hooks in place before upstream's functions are replaced for a while: in the overlay form, the first
+    compilation would install them, and refuse what isn't upstream's own."""
+    from torch._guards import CompileContext
+
+    CompileContext(None)
+
+
 def registered_by(reference: str, module_name: str) -> Callable[[], None]:
     """Let the implementation register its objects in a module, by `registered_by("module:register", __name__)` at the
     module's end. The result undoes the registration.

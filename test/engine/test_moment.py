@@ -243,6 +243,11 @@ ROUTES = {
     "torch._inductor.compile": "torch._inductor.compile(make_fx(f)(x), [x])",
     "torch._inductor.standalone_compile": """
 torch._inductor.standalone_compile(make_fx(f)(x), [x], dynamic_shapes='from_example_inputs')""",
+    "compile_only": "from torch_overlay.testing import compile_only; compile_only(f, x)",
+    "placement_checked": """
+from torch_overlay.testing import placement_checked
+with placement_checked():
+    torch.compile(f)(x)""",
     "compiled autograd": """
 with torch._dynamo.compiled_autograd._enable(lambda gm: gm):
     f(x.requires_grad_()).sum().backward()""",

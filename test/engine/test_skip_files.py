@@ -99,6 +99,7 @@ class TestLinks(unittest.TestCase):
                 names = [str(self.folder / first), str(self.folder / "other"), str(PACKAGE.parent)]
                 code = f"""
 import torch, torch_overlay, os
+torch_overlay.enable()
 from torch._dynamo import trace_rules
 before = list(trace_rules.SKIP_DIRS)
 for folder in {names}:
@@ -118,7 +119,7 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
         shutil.copytree(PACKAGE, far, ignore=shutil.ignore_patterns("__pycache__"))
         self.link("near/torch_overlay", far)
         self.run_ok(
-            "import torch, torch_overlay\nfrom torch._dynamo import trace_rules\n"
+            "import torch, torch_overlay\ntorch_overlay.enable()\nfrom torch._dynamo import trace_rules\n"
             f"for file in ({str(far / 'hooks.py')!r}, torch_overlay.__file__):\n"
             "    assert trace_rules.check_file(file).skipped, file",
             self.folder / "near",
@@ -130,7 +131,7 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
         self.link("torch_overlay")
         beside = self.folder / "torch_overlay_models" / "model.py"
         self.run_ok(
-            "import torch, torch_overlay\nfrom torch._dynamo import trace_rules\n"
+            "import torch, torch_overlay\ntorch_overlay.enable()\nfrom torch._dynamo import trace_rules\n"
             f"assert not trace_rules.check_file({str(beside)!r}).skipped",
             self.folder,
         )

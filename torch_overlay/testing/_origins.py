@@ -17,6 +17,7 @@ from unittest import mock
 from torch._inductor.utils import LineContext, ValueWithLineMap
 from torch._inductor.virtualized import V
 
+from torch_overlay.hooks import put_in_place
 from torch_overlay.testing import _text
 
 
@@ -51,6 +52,7 @@ class Origins:
         from torch._inductor.codegen.wrapper import PythonWrapperCodegen
         from torch._inductor.scheduler import Scheduler
 
+        put_in_place()
         make_scheduler, call, make_wrapper = Scheduler.__init__, KernelGroup.call_kernel, PythonWrapperCodegen.__init__
 
         def marking_scheduler(scheduler: Any, nodes: Any) -> None:

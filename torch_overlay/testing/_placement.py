@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 
-from torch_overlay.hooks import override
+from torch_overlay.hooks import override, put_in_place
 
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
+    put_in_place()
     observe_pass, lower = GraphTransformObserver.__init__, GraphLowering.__init__
     part = graph_compile._partition_joint_graph_into_fw_bw
 
