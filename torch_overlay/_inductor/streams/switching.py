@@ -11,10 +11,11 @@ remain: three passes.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
+import torch
 import torch._inductor.config as inductor_config
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as upstream
@@ -28,16 +29,15 @@ from torch_overlay._inductor.streams.wrapper_lines import (
     OnStream,
     PlacedKernelCall,
     StreamLine,
+    SwitchLine,
     TryLine,
 )
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch._inductor.utils import IndentedBuffer
 
-    from torch_overlay._inductor.streams.wrapper_lines import Emitter
+    from torch_overlay._inductor.streams.region_names import RegionNames
 
 
 # Note [Memory of a call on one stream]
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 #     else: buf3 = buf1; del buf1  # reuse
 
 
-@dataclasses.dataclass
+@dataclass
 class IfMultiStream(upstream.WrapperLine):
     """A line of the memory plan that only a call on several streams runs; other calls run `other`."""
 
@@ -87,35 +87,6 @@ def _fits(old: Any, new: Any) -> bool:
     return new.should_reuse_buffer(old, size * new.node.get_dtype().itemsize)
 
 
-def share_when_following(lines: Iterable[Any], multi_stream: str) -> dict[int, IfMultiStream]:
-    """Return the replacements of lines of one region, by the id of the line. The lines have been through memory
-    planning.
-    """
-    free: dict[tuple[Any, ...], list[Any]] = {}
-    found: dict[int, IfMultiStream] = {}
-    if not inductor_config.allow_buffer_reuse:
-        return found
-    for line in lines:
-        if isinstance(line, (upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)):
-            free.clear()
-        elif isinstance(line, upstream.FreeIfNotReusedLine) and not line.is_reused and not line.comm_buffer:
-            name = line.node.get_name()
-            if line.node.get_inputs_that_alias_output() or name in V.graph.never_reuse_but_free_buffers:
-                continue
-            if name not in V.graph.get_output_names() and (key := _key(line.node)) is not None:
-                free.setdefault(key, []).append(line)
-        elif isinstance(line, upstream.AllocateLine) and not line.comm_buffer:
-            key = _key(line.node)
-            if key is not None and free.get(key) and _fits(free[key][-1], line):
-                old = free[key].pop()
-                line.wrapper.estimate_peak.update_peak_between(old, line)
-                found[id(old)] = IfMultiStream(multi_stream, old)
-                found[id(line)] = IfMultiStream(
-                    multi_stream, line, line.wrapper.make_buffer_reuse(old.node, line.node, True)
-                )
-    return found
-
-
 # Lines that neither allocate device memory nor launch on the current stream.
 _INDIFFERENT = (
     upstream.CommentLine,
@@ -137,15 +108,18 @@ _INDIFFERENT = (
 )
 
 
-def needs(line: Any, stream: int | None, emitter: Emitter) -> int | None:
+def _allocates_on(line: Any) -> torch.device | None:
+    """Return the device whose memory a line allocates; None if it allocates none, or the host's."""
+    line = line.line if isinstance(line, IfMultiStream) else line
+    device = line.node.get_device() if isinstance(line, upstream.AllocateLine) else None
+    return None if device is None or device.type == "cpu" else device
+
+
+def needs(line: Any, stream: int | None, emitter: RegionNames) -> int | None:
     """Return the stream that must be current when this line runs; None if it doesn't matter."""
-    if isinstance(line, IfMultiStream):
-        line = line.line
+    line = line.line if isinstance(line, IfMultiStream) else line
     if isinstance(line, upstream.AllocateLine):
-        device = line.node.get_device()
-        if device is None or device.type == "cpu":
-            return None
-        return emitter.plan.memory.get(line.node.get_name(), stream)
+        return None if _allocates_on(line) is None else emitter.plan.memory.get(line.node.get_name(), stream)
     if isinstance(line, (*_INDIFFERENT, StreamLine)):
         return None
     if isinstance(line, str) and (line.startswith(("del ", "#", "assert")) or not line.strip()):
@@ -153,118 +127,105 @@ def needs(line: Any, stream: int | None, emitter: Emitter) -> int | None:
     return stream
 
 
-def _allocates_on(line: Any) -> int | None:
-    if isinstance(line, IfMultiStream):
-        line = line.line
-    device = line.node.get_device() if isinstance(line, upstream.AllocateLine) else None
-    return device.index if device is not None and device.type != "cpu" else None
-
-
 def share_memory(lines: list[Any]) -> list[Any]:
-    """Replace lines so that calls that keep to one stream share memory between streams: Note [Memory of a call on
-    one stream]."""
-    regions: list[Emitter] = []
-    inside: dict[Emitter, list[Any]] = {}
-    for line in lines:
+    """Replace lines, which have been through memory planning, so that calls that keep to one stream share memory
+    between streams: Note [Memory of a call on one stream].
+    """
+    regions: list[RegionNames] = []
+    free: dict[RegionNames, dict[tuple[Any, ...] | None, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    instead: dict[int, IfMultiStream] = {}
+    for line in lines if inductor_config.allow_buffer_reuse else ():
         if isinstance(line, BeginRegion):
             regions.append(line.emitter)
         elif isinstance(line, EndRegion):
             regions.pop()
-        elif regions and regions[-1].idle_streams:
-            inside.setdefault(regions[-1], []).append(line)
-    instead: dict[int, IfMultiStream] = {}
-    for emitter, own in inside.items():
-        instead.update(share_when_following(own, emitter.multi_stream))
+        elif not regions or not regions[-1].idle_streams:
+            continue
+        elif isinstance(line, (upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)):
+            free[regions[-1]].clear()
+        elif isinstance(line, upstream.FreeIfNotReusedLine) and not line.is_reused and not line.comm_buffer:
+            name = line.node.get_name()
+            if line.node.get_inputs_that_alias_output() or name in V.graph.never_reuse_but_free_buffers:
+                continue
+            if name not in V.graph.get_output_names() and (key := _key(line.node)) is not None:
+                free[regions[-1]][key].append(line)
+        elif isinstance(line, upstream.AllocateLine) and not line.comm_buffer:
+            fitting = free[regions[-1]].get(_key(line.node))
+            if fitting and _fits(fitting[-1], line):
+                old, multi_stream = fitting.pop(), regions[-1].multi_stream
+                line.wrapper.estimate_peak.update_peak_between(old, line)
+                reuse = line.wrapper.make_buffer_reuse(old.node, line.node, True)
+                instead |= {
+                    id(old): IfMultiStream(multi_stream, old),
+                    id(line): IfMultiStream(multi_stream, line, reuse),
+                }
     return [instead.get(id(line), line) for line in lines]
+
+
+@dataclass
+class _Region:
+    """The lines of a region that come next: their stream and device, and the streams that are current there."""
+
+    emitter: RegionNames
+    start: int  # position of the first line
+    stream: int | None = None
+    device: int | None = None
+    current: dict[int, int] = field(default_factory=dict)  # by device; only those that were switched
+
+    def switch(self, out: list[Any], stream: int | None, is_guarded: bool) -> None:
+        if stream is None:
+            return
+        device = callers_device(stream)
+        device = self.device if device is None else device
+        assert device is not None
+        if self.current.get(device, callers_stream_index(device)) == stream:
+            return
+        self.current[device] = stream
+        switch = "set_stream" if is_guarded else "restore_stream"  # without a guard the device must stay as it is
+        out.append(SwitchLine(self.emitter.if_multi_stream(f"{switch}({self.emitter.stream(stream)})")))
+
+    def restore(self, out: list[Any]) -> None:
+        """Restore the caller's current streams at the region's end, also when a kernel raises."""
+        if not self.current:
+            return
+        streams = [self.emitter.stream(callers_stream_index(d)) for d in sorted(self.current, reverse=True)]
+        tail = len(out)
+        while type(out[tail - 1]) is StreamLine:  # the records and waits at the end need no current stream
+            tail -= 1
+        out.insert(tail, FinallyLine([self.emitter.if_multi_stream(f"restore_stream({s})") for s in streams]))
+        out.insert(self.start, TryLine())
 
 
 def switch_streams(lines: list[Any]) -> list[Any]:
     """Insert the switches of the current stream, and give launches the handle of their stream."""
     out: list[Any] = []
-    regions: list[dict[str, Any]] = []
+    regions: list[_Region] = []
     guards = 0
     for line in lines:
-        if isinstance(line, upstream.EnterDeviceContextManagerLine):
-            guards += 1
-        elif isinstance(line, upstream.ExitDeviceContextManagerLine):
-            guards -= 1
-        if regions:
-            regions[-1]["guards"] = guards
+        guards += isinstance(line, upstream.EnterDeviceContextManagerLine)
+        guards -= isinstance(line, upstream.ExitDeviceContextManagerLine)
+        region = regions[-1] if regions else None
         if isinstance(line, BeginRegion):
-            if regions:  # its caller's stream is the stream of the node that encloses it
-                _switch(out, regions[-1], regions[-1]["stream"])
-            regions.append(
-                {
-                    "emitter": line.emitter,
-                    "stream": None,
-                    "current": {},
-                    "start": None,
-                    "device": None,
-                    "guards": guards,
-                }
-            )
-            out.append(line)
-            regions[-1]["start"] = len(out)
+            if region is not None:  # its caller's stream is the stream of the node that encloses it
+                region.switch(out, region.stream, guards > 0)
+            regions.append(_Region(line.emitter, len(out) + 1))
+        elif region is None:
+            pass
+        elif isinstance(line, OnStream):
+            region.stream, region.device = line.stream, line.device_index
             continue
-        if not regions:
-            out.append(line)
-            continue
-        region = regions[-1]
-        if isinstance(line, OnStream):
-            region["stream"], region["device"] = line.stream, line.device_index
         elif isinstance(line, EndRegion):
-            _restore(out, region)
-            out.append(line)
+            region.restore(out)
             regions.pop()
-        elif isinstance(line, (upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)):
-            _switch(out, region, region["stream"])
-            out.append(line)
         elif isinstance(line, upstream.KernelCallLine):
-            stream = region["stream"]
-            if stream is None or not (line.triton or line.device.type in ("cuda", "xpu")):
-                out.append(line)
-            else:
-                out.append(PlacedKernelCall(line, region["emitter"].raw_stream(stream)))
+            if region.stream is not None and (line.triton or line.device.type in ("cuda", "xpu")):
+                line = PlacedKernelCall(line, region.emitter.raw_stream(region.stream))
         else:
-            if (device := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
-                region["device"] = device
-            _switch(out, region, needs(line, region["stream"], region["emitter"]))
-            out.append(line)
+            if (allocated := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
+                region.device = allocated.index
+            region.switch(out, needs(line, region.stream, region.emitter), guards > 0)
+        out.append(line)
     return out
-
-
-def _switch(out: list[Any], region: dict[str, Any], stream: int | None) -> None:
-    if stream is None:
-        return
-    device = callers_device(stream)
-    device = region["device"] if device is None else device
-    current = region["current"]
-    if current.get(device, callers_stream_index(device)) == stream:
-        return
-    current[device] = stream
-    switch = "set_stream" if region["guards"] else "restore_stream"  # without a guard the device must stay as it is
-    emitter = region["emitter"]
-    out.append(StreamLine(emitter.if_multi_stream(f"{switch}({emitter.stream(stream)})")))
-
-
-def _restore(out: list[Any], region: dict[str, Any]) -> None:
-    """Restore the caller's current streams at the region's end, also when a kernel raises."""
-    if not region["current"]:
-        return
-    emitter = region["emitter"]
-    devices = sorted(region["current"], reverse=True)
-    streams = [emitter.stream(callers_stream_index(device)) for device in devices]
-    statements = [emitter.if_multi_stream(f"restore_stream({stream})") for stream in streams]
-    # The records and waits at the region's end need no current stream: they stand after the block.
-    tail = len(out)
-    while (
-        isinstance(out[tail - 1], StreamLine)
-        and "set_stream" not in out[tail - 1].text
-        and "restore_stream" not in out[tail - 1].text
-    ):
-        tail -= 1
-    out.insert(tail, FinallyLine(statements))
-    out.insert(region["start"], TryLine())
 
 
 RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
@@ -275,7 +236,7 @@ _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
 class _OpenRange:
     """The stream and the range of the lines of a region that come next."""
 
-    emitter: Emitter
+    emitter: RegionNames
     stream: int | None = None
     range: str = ""
     is_open: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
 
@@ -11,37 +11,9 @@ from torch_overlay._inductor.notes import WrapperNotes
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch._inductor.utils import IndentedBuffer
 
-    from torch_overlay._inductor.streams.plan import Plan
-
-
-class Emitter(Protocol):
-    """What the lines of a region, and the passes over them, ask of whoever writes the region's plan. Streams are those
-    of the plan; names are those of the generated code.
-    """
-
-    plan: Plan
-    idle_streams: list[int]
-    """The side streams of a region that keeps to one stream in calls that find the device idle; else none."""
-
-    @property
-    def multi_stream(self) -> str:
-        """The variable that says if a call uses the side streams."""
-
-    def prologue(self) -> Iterable[str]: ...
-
-    def epilogue(self) -> Iterable[str]: ...
-
-    def stream(self, stream: int) -> str: ...
-
-    def raw_stream(self, stream: int) -> str: ...
-
-    def if_multi_stream(self, text: str) -> str:
-        """Return a statement that only a call that uses the side streams runs."""
-        ...
+    from torch_overlay._inductor.streams.region_names import RegionNames
 
 
 @dataclasses.dataclass
@@ -54,9 +26,13 @@ class StreamLine(upstream.WrapperLine):
         code.writeline(self.text)
 
 
+class SwitchLine(StreamLine):
+    """A switch of the current stream."""
+
+
 @dataclasses.dataclass
 class BeginRegion(upstream.WrapperLine):
-    emitter: Emitter
+    emitter: RegionNames
 
     def codegen(self, code: IndentedBuffer) -> None:
         for line in self.emitter.prologue():
@@ -65,7 +41,7 @@ class BeginRegion(upstream.WrapperLine):
 
 @dataclasses.dataclass
 class EndRegion(upstream.WrapperLine):
-    emitter: Emitter
+    emitter: RegionNames
 
     def codegen(self, code: IndentedBuffer) -> None:
         for line in self.emitter.epilogue():
@@ -77,7 +53,7 @@ class OnStream(upstream.WrapperLine):
     """A mark: the lines that follow belong to a node of this stream; None: to one that launches nothing on a device.
     `range` is the name of the work there in profiles, if it has one."""
 
-    emitter: Emitter
+    emitter: RegionNames
     stream: int | None
     device_index: int | None
     range: str = ""
