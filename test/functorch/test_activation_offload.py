@@ -46,6 +46,7 @@ from torch_overlay._functorch.offload import (
 from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
 from torch_overlay._functorch.offload.plan import _fits, _set, _spread, choose
+from torch_overlay._functorch.streams.ids import copy_out_stream
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.offload.schedule import Schedule
 from torch_overlay._inductor.relaunch import attachments, causes, runner
@@ -53,7 +54,7 @@ from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
 from torch_overlay._inductor.streams.plan import Buffer, Op
 from torch_overlay._inductor.streams.planner import plan_streams
-from torch_overlay._inductor.streams.runtime import Spec
+from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec
 from torch_overlay._options import offload_settings
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -1079,7 +1080,7 @@ class TestWrapper(TestCase):
         self.assertNotRegex(self.seen.calls(1), r"del slab")
 
     def test_forward_joins_its_copies(self) -> None:
-        self.assertRegex(self.seen.calls(0), r"exit=\(\('wait', 'ev\d+', 'stream0'\),\)|ev\d+.wait\(stream0_raw\)")
+        self.assertRegex(self.seen.calls(0), r"exit=.*  # wait ev\d+ stream0\n|ev\d+.wait\(stream0_raw\)")
 
     def test_host_work_is_split_from_the_captured_partition(self) -> None:
         text = self.graphed.calls()
@@ -1090,8 +1091,8 @@ class TestWrapper(TestCase):
         self.assertEqual(text.count("copy_in("), 3)
 
     def test_streams_are_those_of_the_copies(self) -> None:
-        self.assertIn("'stream_out': 900000", self.seen.calls(0))
-        self.assertIn("'stream_in': 900001", self.seen.calls(1))
+        for index, stream in enumerate(("900000.*stream_out", "900001.*stream_in")):
+            self.assertRegex(self.seen.calls(index), rf"\n    streams=\(.*{stream}")
         self.assertNotIn("distinct", self.seen.calls())
 
 
@@ -1198,15 +1199,9 @@ class TestGraphs(TestCase):
         self.assertEqual(words.index(0x7100_0000_0000) * 8, executable.MEMCPY_SOURCE)
 
     def test_region_that_joins_its_copies_at_the_exit_can_be_captured(self) -> None:
-        def spec(streams: dict[str, Any], exit: Any) -> Spec:
-            return Spec(0, streams, 2, (), exit, (), {}, (), (), ())
-
-        joins = spec(
-            {"stream0": "cuda:0", "stream_out": 900000}, (("record", "ev0", "stream_out"), ("wait", "ev0", "stream0"))
-        )
-        hands_back = spec(
-            {"stream0": "cuda:0", "stream1": 1}, (("record", "ev0", "stream0"), ("wait_exit", "ev0", "stream1"))
-        )
+        record, wait, leave = OperationKind.RECORD, OperationKind.WAIT, OperationKind.WAIT_EXIT
+        joins = RegionSpec(0, (of_device(0), copy_out_stream(0)), 2, exit=((record, 0, 1), (wait, 0, 0)))
+        hands_back = RegionSpec(0, (of_device(0), 1), 2, exit=((record, 0, 0), (leave, 0, 1)))
         self.assertFalse(attachments._orders_others(joins))
         self.assertTrue(attachments._orders_others(hands_back))
 

@@ -28,6 +28,7 @@ from torch_overlay._dynamo import backward_tables, compiled_backward, hooks, obj
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import ENTRY
+from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay.analysis import check, check_step, check_wrapper
 from torch_overlay.analysis.race_check import step_check
 from torch_overlay.testing import Compiled, observe, simulated_gpu
@@ -149,7 +150,8 @@ class TestPrograms(TestCase):
         forward, backward = region(seen, "forward"), region(seen, "backward")
         text = backward.wrapper
         waits = [line for line in text.splitlines() if re.match(r" +ev\d+\.wait\(", line)]
-        waits += re.findall(r"\('wait', 'ev\d+', 'stream\d+'\),?", text)
+        boundary = "".join(re.findall(r"\n    (?:entry|exit)=.*", text))
+        waits += re.findall(rf"\({int(OperationKind.WAIT)}, \d+, \d+\),?", boundary)
         self.assertTrue(waits)
         for wait in waits:
             self.assertEqual(text.count(wait), 1)

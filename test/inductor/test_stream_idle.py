@@ -46,7 +46,7 @@ class TestStreamIdle(TestCase):
         self.assertExpectedInline(
             "".join(f"{line.strip()}\n" for line in seen.calls().splitlines() if re.search(relevant, line)),
             """\
-idle_streams=('stream1', 'stream2'),
+idle_streams=(1, 2),  # stream1, stream2
 if multi_stream: set_stream(stream1)
 extern_kernels.mm(arg0_1, arg0_1, out=buf0)
 buf1 = buf0; del buf0  # reuse

@@ -13,7 +13,7 @@ from torch_overlay._inductor.streams import runtime
 class TestNotBuilt(TestCase):
     def test_first_call_says_what_it_takes(self):
         error = csrc.NotBuiltError("the C module can't be built")
-        one_device = runtime.region(device=0, streams={"stream0": "cuda:0"})
+        one_device = runtime.region(device=0, streams=(-2,))
         with mock.patch.object(csrc, "extension", side_effect=error):
             for _ in range(2):
                 with self.assertRaisesRegex(csrc.NotBuiltError, "can't be built"):

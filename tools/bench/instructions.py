@@ -141,6 +141,7 @@ def region() -> Callable[[], Any]:
     """One call of what generated code does around its kernels, on streams that aren't the caller's."""
     from stand_ins import c_module
     from torch_overlay import csrc
+    from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec, ResultKind
 
     class Stream:
         def __init__(self, handle: int) -> None:
@@ -148,21 +149,23 @@ def region() -> Callable[[], Any]:
 
     streams = {number: Stream(number) for number in (9, 11, 12)}
     driver = c_module.build(EVENTS, Path(tempfile.mkdtemp()) / "libevents.so")
-    made = csrc.build(driver).events.Region(
+    spec = RegionSpec(
         device=0,
-        indices=(-1, 1, 2),
+        streams=(of_device(0), 1, 2),
         events=3,
-        entry=(("record", 0, 0), ("wait", 0, 1), ("wait", 0, 2)),
-        exit=(("wait", 1, 0), ("wait", 2, 0)),
-        results=(("event", 1), ("raw", 1), ("event", 2), ("raw", 2)),
+        entry=((OperationKind.RECORD, 0, 0), (OperationKind.WAIT, 0, 1), (OperationKind.WAIT, 0, 2)),
+        exit=((OperationKind.WAIT, 1, 0), (OperationKind.WAIT, 2, 0)),
+        results=((ResultKind.EVENT, 1), (ResultKind.RAW, 1), (ResultKind.EVENT, 2), (ResultKind.RAW, 2)),
         distinct=(0, 1, 2),
-        thread=types.SimpleNamespace(objects=(None, streams[11], streams[12])),
-        stream_type=Stream,
-        current_raw=lambda device: 9,
-        current=lambda device: streams[9],
-        resolve=lambda stream: stream,
-        aliased=lambda turned: None,
-        idle_streams=None,
+    )
+    made = csrc.build(driver).events.Region(
+        spec,
+        types.SimpleNamespace(objects=(None, streams[11], streams[12])),
+        Stream,
+        lambda device: 9,
+        lambda device: streams[9],
+        lambda stream: stream,
+        lambda entering: None,
     )
 
     def call() -> None:

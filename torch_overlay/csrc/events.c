@@ -46,31 +46,23 @@ static void event_dealloc(Event *self) {
     Py_DECREF(type);
 }
 
-static PyObject *event_record(Event *self, PyObject *stream) {
+static PyObject *order(Event *self, PyObject *stream, int waits) {
     Handle raw = PyLong_AsVoidPtr(stream);
     int pushed, code;
     if (!raw && PyErr_Occurred()) return NULL;
+    if (waits && self->idle) Py_RETURN_NONE;
     if (!(code = enter(self->context, &pushed))) {
-        code = cu.EventRecord(self->event, raw);
+        code = waits ? cu.StreamWaitEvent(raw, self->event, 0) : cu.EventRecord(self->event, raw);
         leave(pushed);
     }
-    self->idle = 0;
-    if (code) return driver_error(code, "Event.record");
+    if (!waits) self->idle = 0;
+    if (code) return driver_error(code, waits ? "Event.wait" : "Event.record");
     Py_RETURN_NONE;
 }
 
-static PyObject *event_wait(Event *self, PyObject *stream) {
-    Handle raw = PyLong_AsVoidPtr(stream);
-    int pushed, code;
-    if (!raw && PyErr_Occurred()) return NULL;
-    if (self->idle) Py_RETURN_NONE;
-    if (!(code = enter(self->context, &pushed))) {
-        code = cu.StreamWaitEvent(raw, self->event, 0);
-        leave(pushed);
-    }
-    if (code) return driver_error(code, "Event.wait");
-    Py_RETURN_NONE;
-}
+static PyObject *event_record(Event *self, PyObject *stream) { return order(self, stream, 0); }
+
+static PyObject *event_wait(Event *self, PyObject *stream) { return order(self, stream, 1); }
 
 int is_capturing(Handle stream) {
     int status = 0;

@@ -15,6 +15,11 @@ from torch.utils._triton import has_triton_package
 import form  # noqa: F401
 from stand_ins import c_module
 from stand_ins.stream_driver import DRIVER
+from torch_overlay._inductor.streams.region_spec import OperationKind, RegionSpec, ResultKind
+
+
+RECORD, RECORD_BUSY, RECORD_ENTRY, WAIT, WAIT_ENTRY, WAIT_EXIT = OperationKind
+RAW, STREAM, EVENT, OBJECT, MULTI_STREAM = ResultKind
 
 
 class Stream:
@@ -27,10 +32,10 @@ class Other(Stream):
 
 
 FORK = {
-    "indices": (-1, 1, 2),
+    "streams": (-1, 1, 2),
     "events": 3,
-    "entry": (("record_entry", 0, 1), ("record", 1, 0), ("wait_entry", 0, 0), ("wait", 1, 1), ("wait", 1, 2)),
-    "exit": (("record", 2, 1), ("wait", 2, 0), ("wait_exit", 2, 2)),
+    "entry": ((RECORD_ENTRY, 0, 1), (RECORD, 1, 0), (WAIT_ENTRY, 0, 0), (WAIT, 1, 1), (WAIT, 1, 2)),
+    "exit": ((RECORD, 2, 1), (WAIT, 2, 0), (WAIT_EXIT, 2, 2)),
 }
 FORKED = "record1@11 record2@9 wait1@9 wait2@11 wait2@12"
 JOINED = "record3@11 wait3@9 wait3@12"
@@ -53,36 +58,30 @@ class TestRegion(TestCase):
         self.thread = types.SimpleNamespace(objects=(None, self.one, Stream(12)))
         self.aliased = []
 
-    def region(self, *args, **options):
-        return self.maker(*args, **options)()
+    def region(self, *args, **fields):
+        return self.maker(*args, **fields)()
 
-    def maker(self, indices, events, entry=(), exit=(), results=(), **options):
+    def maker(self, streams, events, **fields):
         def resolve(found):
             return Stream(found.cuda_stream) if isinstance(found, Other) else found
 
-        options = {"distinct": (), "idle_streams": None, **options}
+        spec, stream = RegionSpec(0, streams, events, **fields), Stream(9)
         return functools.partial(
             self.Region,
-            device=0,
-            indices=indices,
-            events=events,
-            entry=entry,
-            exit=exit,
-            results=results,
-            thread=self.thread,
-            stream_type=Stream,
-            current_raw=lambda device: 9,
-            current=lambda device: Stream(9),
-            resolve=resolve,
-            aliased=self.aliased.append,
-            **options,
+            spec,
+            self.thread,
+            Stream,
+            lambda device: 9,
+            lambda device: stream,
+            resolve,
+            self.aliased.append,
         )
 
     def calls(self):
         return self.driver.noted_calls().decode().strip()
 
     def test_entry_and_exit(self):
-        names = ("raw", 0), ("stream", 1), ("event", 2), ("object", 3), ("stream", 0)
+        names = (RAW, 0), (STREAM, 1), (EVENT, 2), (OBJECT, 3), (STREAM, 0)
         region, event = self.region(**FORK, results=names), object()
         self.thread.objects += (event,)
         frame, raw, stream, mine, found, caller = region.enter()
@@ -118,8 +117,8 @@ class TestRegion(TestCase):
         self.assertEqual(self.calls(), f"{JOINED} {joined}")
 
     def test_stream_that_holds_nothing(self):
-        entry = ("record_busy", 0, 0), ("wait", 0, 1)
-        region = self.region((-1, 1), 1, entry=entry, results=(("event", 0),))
+        entry = (RECORD_BUSY, 0, 0), (WAIT, 0, 1)
+        region = self.region((-1, 1), 1, entry=entry, results=((EVENT, 0),))
         recorded = "record1@9 wait1@11"
         for idle, capturing, wanted in (
             (0, 0, f"create1 query@9 {recorded} wait1@12"),
@@ -140,7 +139,7 @@ class TestRegion(TestCase):
 
     def test_event_of_a_stream_that_held_nothing_is_recorded_again(self):
         """The second record is made, though the first one was left out."""
-        entry, leave = (("record_busy", 0, 0), ("wait", 0, 1)), (("record", 0, 1), ("wait", 0, 0))
+        entry, leave = ((RECORD_BUSY, 0, 0), (WAIT, 0, 1)), ((RECORD, 0, 1), (WAIT, 0, 0))
         region = self.region((-1, 1), 1, entry=entry, exit=leave)
         self.driver.set_idle(1)
         region.enter()[0].leave()
@@ -148,7 +147,7 @@ class TestRegion(TestCase):
 
     def test_idle_streams(self):
         """All are asked, and none that is captured."""
-        names = ("multi_stream", 0), ("raw", 0), ("raw", 1), ("stream", 1)
+        names = (MULTI_STREAM, 0), (RAW, 0), (RAW, 1), (STREAM, 1)
         region = self.region(**FORK, results=names, idle_streams=(1, 2))
         for idle, capturing, entry, exit in (
             (0, 0, f"{CREATED}query@9 {FORKED}", None),
@@ -180,7 +179,7 @@ class TestRegion(TestCase):
 
     def test_streams_that_turn_out_to_be_one_are_spread(self):
         """Also in a call that would keep to one stream."""
-        results = (("multi_stream", 0),)
+        results = ((MULTI_STREAM, 0),)
         region = self.region(**FORK, results=results, distinct=(0, 1, 2), idle_streams=(1, 2))
         self.driver.set_idle(1)
         for second, wanted in ((11, (True, [True, False])), (12, (False, []))):
@@ -211,24 +210,28 @@ class TestRegion(TestCase):
         region.enter()[0].leave()  # the next call works
 
     def test_errors_of_a_definition(self):
-        record = ("record", 0, 0)
-        for error, text, options in (
-            (ValueError, "event or a stream that", {"entry": (("record", 1, 0),)}),
-            (ValueError, "kind 'forget'", {"entry": (("forget", 0, 0),)}),
-            (ValueError, "a result names", {"results": (("raw", 1),)}),
-            (ValueError, "distinct names", {"distinct": (1,)}),
-            (ValueError, "idle_streams names", {"idle_streams": (2,)}),
-            (ValueError, "a negative number", {"events": -1}),
-            (ValueError, "need an event", {"events": 0, "idle_streams": ()}),
-            (TypeError, "tuple or None", {"idle_streams": [1]}),
-            (TypeError, "operation 1 must be a tuple", {"entry": (record, 5)}),
-            (TypeError, "operation 0 must be a tuple", {"exit": ([*record],)}),
-            (TypeError, r"\(kind, event, stream\)", {"exit": (record[:2],)}),
-            (TypeError, "result 0 must be a tuple", {"results": ("raw",)}),
-            (TypeError, r"\(kind, number\)", {"results": (("raw", 0, 0),)}),
+        for error, text, fields in (
+            (ValueError, "entry has 1 in item 0, which must be less than 1", {"entry": ((RECORD, 1, 0),)}),
+            (ValueError, "exit has 1 in item 1, which", {"exit": ((RECORD, 0, 0), (WAIT, 0, 1))}),
+            (ValueError, "exit has -1 in item 0", {"exit": ((RECORD, 0, -1),)}),
+            (ValueError, "entry has 6 in item 0", {"entry": ((6, 0, 0),)}),
+            (ValueError, "results has 5 in item 0", {"results": ((5, 0),)}),
+            (ValueError, "results has an event or a stream", {"results": ((RAW, 1),)}),
+            (ValueError, "results has an event or a stream", {"results": ((EVENT, 1),)}),
+            (ValueError, "results has -1", {"results": ((OBJECT, -1),)}),
+            (ValueError, "distinct has 1", {"distinct": (1,)}),
+            (ValueError, "idle_streams has 2", {"idle_streams": (2,)}),
+            (ValueError, "is negative", {"events": -1}),
+            (ValueError, "idle streams need one", {"events": 0, "idle_streams": ()}),
+            (TypeError, "distinct must be a tuple", {"distinct": None}),
+            (TypeError, "entry must be a tuple", {"entry": [(RECORD, 0, 0)]}),
+            (TypeError, r"\(kind, event, stream\)", {"entry": (5,)}),
+            (TypeError, r"\(kind, event, stream\)", {"exit": ((RECORD, 0),)}),
+            (TypeError, r"\(kind, number\)", {"results": ((RAW, 0, 0),)}),
+            (TypeError, "integer", {"streams": ("cuda:0",)}),
         ):
             with self.assertRaisesRegex(error, text):
-                self.region(**{"indices": (-1,), "events": 1, **options})
+                self.region(**{"streams": (-1,), "events": 1, **fields})
 
     @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
     def test_host_without_memory(self):
@@ -247,7 +250,7 @@ class TestRegion(TestCase):
 
     def test_nothing_is_kept_alive(self):
         """Neither streams after the call, nor events after the region."""
-        names = ("raw", 0), ("stream", 1), ("event", 2), ("stream", 0)
+        names = (RAW, 0), (STREAM, 1), (EVENT, 2), (STREAM, 0)
         region, watched = self.region(**FORK, results=names), weakref.ref(self.one)
 
         def counts(region):

@@ -14,7 +14,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import namespace_of
 from torch_overlay._inductor.relaunch.capture.recording import CALLERS, checks, exchanges, names_in
 from torch_overlay._inductor.relaunch.keys import Keeper, keepers
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
-from torch_overlay._inductor.streams.runtime import Spec
+from torch_overlay._inductor.streams.region_spec import OperationKind, RegionSpec
 
 
 if TYPE_CHECKING:
@@ -55,17 +55,17 @@ def check_streams(model: Any) -> None:
     namespace = namespace_of(model) or {}
     for name in names_in(model):
         spec = getattr(namespace.get(name), "spec", None)
-        if isinstance(spec, Spec) and (spec.objects or _orders_others(spec)):
+        if isinstance(spec, RegionSpec) and (spec.objects or _orders_others(spec)):
             message = (
                 "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
             )
             raise Unprovable("streams", message)
 
 
-def _orders_others(spec: Spec) -> bool:
+def _orders_others(spec: RegionSpec) -> bool:
     """True if a side stream has to wait at the region's exit, or an event is recorded on one at the entry."""
-    waits = any(k != "record" and not isinstance(spec.streams[stream], str) for k, _, stream in spec.exit)
-    return waits or any(k == "record_entry" for k, *_ in spec.entry)
+    waits = any(kind != OperationKind.RECORD and spec.streams[stream] >= 0 for kind, _, stream in spec.exit)
+    return waits or any(kind == OperationKind.RECORD_ENTRY for kind, *_ in spec.entry)
 
 
 def attach() -> None:

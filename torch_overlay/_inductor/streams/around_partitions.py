@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
-from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream
 from torch_overlay._functorch.streams.tokens import events_of, state, streams_of
 from torch_overlay._inductor.graph_results import results_are_callers
 from torch_overlay._inductor.notes import ScheduleNotes
@@ -31,13 +31,8 @@ from torch_overlay._inductor.streams.graph_facts import (
     stream_devices,
 )
 from torch_overlay._inductor.streams.planned_region import needs_plan
-from torch_overlay._inductor.streams.region_names import (
-    declare_runtime,
-    define_region,
-    Operation,
-    record_stream_text,
-    root_of,
-)
+from torch_overlay._inductor.streams.region_names import Definition, record_stream_text, root_of
+from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.regions import nested_streams
 from torch_overlay._inductor.streams.wrapper_lines import StreamLine
 
@@ -118,54 +113,37 @@ def ordered_around(scheduler: Scheduler) -> Iterator[None]:
         yield
         return
     wrapper: Any = V.graph.wrapper_code
-    root: Any = root_of(wrapper)
-    declare_runtime(root)
     # Copies between devices are ordered by the devices' current streams, which the program need not have named.
     recorded = _recorded_results(scheduler)
     others = {s for owners in recorded.values() for s in owners}.difference(streams, left)
     used = (*streams, *left, *sorted(others))
-    current = {s: there for s in used if (there := callers_device(s)) is not None}
-    handles = {f"stream{s}_outer": f"cuda:{written_index(current[s])}" if s in current else s for s in used}
-    names = list(handles)[: len(streams)]
-    objects = {f"event{e}_outer": e for e in events}
-    caller = "stream0_outer"
-    returns = dict.fromkeys(f"stream{s}_outer" for owners in recorded.values() for s in owners)
-    if objects:
-        returns = {caller: None, **returns, **dict.fromkeys(objects)}
     device: int = torch.accelerator.current_device_index()
-    on_device = stream_devices() | current
+    on_device = stream_devices() | {s: there for s in used if (there := callers_device(s)) is not None}
     is_one_device = all(on_device.get(s, device) == device for s in (*streams, *left))
     # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
-    record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")
-    entry: list[Operation] = []
-    for event, stream in enumerate(names, start=1):
-        entry.append((record, f"ev{event}_outer", stream))
-        entry.append((wait, f"ev{event}_outer", caller))
+    record, wait, leave = OperationKind.RECORD, OperationKind.WAIT, OperationKind.WAIT
+    if is_one_device:
+        record, wait, leave = OperationKind.RECORD_ENTRY, OperationKind.WAIT_ENTRY, OperationKind.WAIT_EXIT
+    outer = Definition(root_of(wrapper), "_outer", "frame_outer", "_outer", device if is_one_device else None)
+    for stream in (CALLERS_STREAM, *used):
+        outer.position(stream)
+    for event, stream in enumerate(streams, start=1):
+        outer.entry += outer.at_boundary((record, event, stream), (wait, event, CALLERS_STREAM))
     notes = ScheduleNotes.of(scheduler)
     notes.settled = frozenset()
     here = [s for s in streams if callers_device(s) is None]
     notes.known = {CALLERS_STREAM: frozenset(map(state, here)), **dict.fromkeys(here, frozenset())}
-    found = ", ".join(["frame_outer", *returns])
-    wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
-    for event in objects:
-        wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
+    waiting_stream = outer.stream(CALLERS_STREAM) if events else ""
+    records = [(name, outer.stream(s)) for name, owners in recorded.items() for s in owners]
+    waits = [f"{outer.object(event)}.wait({waiting_stream})" for event in events]
+    for text in (outer.enter(), *waits):
+        wrapper.writeline(StreamLine(text))
     yield
-    waiting = [f"stream{s}_outer" for s in (*streams, *left) if s not in notes.settled]
-    define_region(
-        root,
-        "_outer",
-        device=written_index(device) if is_one_device else None,
-        streams={caller: f"cuda:{written_index(device)}", **handles},
-        events=len(names) + 1 if waiting or names else 0,
-        entry=tuple(entry),
-        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in waiting)) if waiting else (),
-        returns=tuple(returns),
-        objects=objects,
-    )
-    wrapper.writeline(StreamLine("frame_outer.leave()"))
-    for name, owners in recorded.items():
-        for stream in owners:
-            wrapper.writeline(StreamLine(record_stream_text(name, f"stream{stream}_outer")))
+    if waiting := [(leave, 0, s) for s in (*streams, *left) if s not in notes.settled]:
+        outer.exit = outer.at_boundary((OperationKind.RECORD, 0, CALLERS_STREAM), *waiting)
+    outer.define(events=len(streams) + 1 if waiting or streams else 0)
+    for text in (outer.leave(), *(record_stream_text(*each) for each in records)):
+        wrapper.writeline(StreamLine(text))
 
 
 def reason_to_cut(scheduler: Scheduler, node: BaseSchedulerNode) -> str | None:

@@ -31,7 +31,8 @@ from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of
 from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.region_names import Operation, record_stream_text, RegionNames, root_of
+from torch_overlay._inductor.streams.region_names import record_stream_text, RegionNames, root_of
+from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.saved_memory import note_owners, users_of_results
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._inductor.streams.planned_region import PlannedRegion
+
+
+_METHODS_OF_EVENTS = {"record_event": "record", "wait_event": "wait", "synchronize_event": "synchronize"}
+_METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "synchronize"}
 
 
 class RegionEmitter(RegionNames):
@@ -65,17 +70,13 @@ class RegionEmitter(RegionNames):
     def write(self, text: str) -> None:
         self.wrapper.writeline(StreamLine(text))
 
-    def write_operation(self, operation: tuple[str, Event, int]) -> None:
+    def write_operation(self, operation: tuple[OperationKind, int, int]) -> None:
         kind, event, stream = operation
-        name = self.use(self.event(event.index))
+        name = self.event(event)
         if stream == HOST:
             self.write(f"{name}.synchronize()")
         else:
-            self.write(self.if_multi_stream(f"{name}.{kind}({self.handle(stream)})"))
-
-    def at_boundary(self, operation: tuple[str, Event, int]) -> Operation:
-        kind, event, stream = operation
-        return kind, self.event(event.index), self.named(stream)
+            self.write(self.if_multi_stream(f"{name}.{kind.method}({self.handle(stream)})"))
 
     def is_callers_state(self, event: Event) -> bool:
         """True if the event stands for what a side stream held when the region was entered: Note [Boundary events under
@@ -83,46 +84,45 @@ class RegionEmitter(RegionNames):
         """
         return event.after == ENTRY and callers_device(event.stream) is None and self.device is not None
 
-    def records(self, first: int, last: int) -> list[tuple[str, Event, int]]:
-        return [(self.kind_of_record(e), e, e.stream) for e in self.plan.events if first <= e.after <= last]
+    def records(self, first: int, last: int) -> list[tuple[OperationKind, int, int]]:
+        return [(self.kind_of_record(e), e.index, e.stream) for e in self.plan.events if first <= e.after <= last]
 
-    def kind_of_record(self, event: Event) -> str:
+    def kind_of_record(self, event: Event) -> OperationKind:
         if event.after != ENTRY or self.device is None:
-            return "record"
+            return OperationKind.RECORD
         if self.is_callers_state(event):
-            return "record_entry"
+            return OperationKind.RECORD_ENTRY
         # Note [Streams that hold nothing]. A captured stream can't be asked.
-        return "record_busy" if len(event.waits) > 2 and not self.region.enclosed else "record"
+        is_asked = len(event.waits) > 2 and not self.region.enclosed
+        return OperationKind.RECORD_BUSY if is_asked else OperationKind.RECORD
 
-    def waits(self, position: int) -> list[tuple[str, Event, int]]:
+    def waits(self, position: int, *, at_entry: bool = False) -> list[tuple[OperationKind, int, int]]:
+        """Return the waits before an operation. `at_entry`: those before the first one that are made when the region is
+        entered. Later waits stay at their operations: by the time the host gets there, the work that they wait for is
+        often done, and the driver has nothing to do for them.
+        """
         found = []
         for event, stream in self.plan.waits_before(position):
-            kind = "wait"
+            kind = OperationKind.WAIT
             if self.is_callers_state(event):
-                kind = "wait_entry"
+                kind = OperationKind.WAIT_ENTRY
             elif position == len(self.plan.ops) and self.device is not None and callers_device(stream) is None:
-                kind = "wait_exit"
-            found.append((kind, event, stream))
+                kind = OperationKind.WAIT_EXIT
+            if at_entry == (event.after == ENTRY and stream != HOST and position == 0):
+                found.append((kind, event.index, stream))
         return found
-
-    def is_wait_at_entry(self, event: Event, stream: int, position: int) -> bool:
-        """True for a wait before the first operation. Later waits stay at their operations: by the time the host gets
-        there, the work that they wait for is often done, and the driver has nothing to do for them.
-        """
-        return event.after == ENTRY and stream != HOST and position == 0
 
     def write_boundary_waits(self, position: int) -> None:
         for wait in self.plan.boundary_waits:
             if wait.before == position:
-                self.write(f"{self.use(self.object(wait.token.index))}.wait({self.stream(wait.stream)})")
+                self.write(f"{self.object(wait.token.index)}.wait({self.stream(wait.stream)})")
 
     # -- the region's lines
 
     def begin(self) -> None:
         planned_region.publish_plan(self.plan)
         self.wrapper.writeline(BeginRegion(self))
-        self.entry += map(self.at_boundary, self.records(ENTRY, ENTRY))
-        self.entry += [self.at_boundary(wait) for wait in self.waits(0) if self.is_wait_at_entry(wait[1], wait[2], 0)]
+        self.entry += self.at_boundary(*self.records(ENTRY, ENTRY), *self.waits(0, at_entry=True))
 
     def before(self, node: BaseSchedulerNode) -> None:
         """Write what stands between the previous node's lines and this one's: records, waits, frees, and the node's
@@ -132,7 +132,7 @@ class RegionEmitter(RegionNames):
         self.node = node
         here = self.region.index[node]
         operations = self.records(max(self.done, 0), here - 1) if here else []
-        operations += [w for w in self.waits(here) if not self.is_wait_at_entry(w[1], w[2], here)]
+        operations += self.waits(here)
         if operations or any(wait.before == here for wait in self.plan.boundary_waits):
             self.scheduler.flush()
         for operation in operations:
@@ -140,15 +140,13 @@ class RegionEmitter(RegionNames):
         self.write_boundary_waits(here)
         self.done = here
         self.release(here)
-        op = self.plan.ops[here]
-        if op.stream is not None:
-            if op.stream == HOST:
-                self.scheduler.flush()
-                self.wrapper.writeline(OnStream(self, None, None))
-            else:
-                device = self.region.devices.get(here, callers_device(op.stream))
-                self.wrapper.writeline(OnStream(self, op.stream, device, self.range_of(node, op.stream)))
-        elif node.is_extern():  # a call that returns a view
+        stream = self.plan.ops[here].stream
+        if stream == HOST:
+            self.scheduler.flush()
+        if stream is not None and stream != HOST:
+            device = self.region.devices.get(here, callers_device(stream))
+            self.wrapper.writeline(OnStream(self, stream, device, self.range_of(node, stream)))
+        elif stream == HOST or node.is_extern():  # on the host, or a call that returns a view
             self.wrapper.writeline(OnStream(self, None, None))
 
     def range_of(self, node: BaseSchedulerNode, stream: int) -> str:
@@ -174,8 +172,7 @@ class RegionEmitter(RegionNames):
     def end(self) -> None:
         self.write_back()
         last = len(self.plan.ops)
-        waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
-        self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
+        self.exit += self.at_boundary(*self.records(max(self.done, 0), last), *self.waits(last))
         self.write_boundary_waits(last)
         for name, stream in users_of_results(self.scheduler, self.region):
             self.record_stream(name, stream)
@@ -230,23 +227,17 @@ class RegionEmitter(RegionNames):
         """Write the user's records, waits, synchronisations and `record_stream` as direct calls. False: use the
         operator.
         """
-        kind, arguments = stream_operation_kind(node.op_overload), node.constant_args
+        kind = stream_operation_kind(node.op_overload)
         if kind is None:
             return False
-        stream = self.region.numbers.get(arguments[-1], arguments[-1]) if arguments else 0
-        if kind == "record_event":
-            event = self.use(self.object(arguments[0]))
-            self.recorded[event, self.stream(stream)] = None
-            self.write(f"{event}.record({self.stream(stream)})")
-        elif kind == "wait_event":
-            self.write(f"{self.use(self.object(arguments[0]))}.wait({self.stream(stream)})")
-        elif kind == "wait_stream":
-            waiting = self.region.numbers.get(arguments[0], arguments[0])
-            self.write(f"{self.stream(waiting)}.wait_stream({self.stream(stream)})")
-        elif kind == "synchronize_event":
-            self.write(f"{self.use(self.object(arguments[0]))}.synchronize()")
-        elif kind == "synchronize_stream":
-            self.write(f"{self.stream(stream)}.synchronize()")
+        streams = [self.region.numbers.get(s, s) for s in node.constant_args]
+        if kind in _METHODS_OF_EVENTS:
+            number, streams = node.constant_args[0], streams[1:]
+            call = f"{self.object(number)}.{_METHODS_OF_EVENTS[kind]}"
+            if kind == "record_event":
+                self.recorded[number, self.position(*streams)] = None
+        elif kind in _METHODS_OF_STREAMS:
+            call, streams = f"{self.stream(streams[0])}.{_METHODS_OF_STREAMS[kind]}", streams[1:]
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
             is_input = tensor in V.graph.graph_inputs
@@ -254,9 +245,11 @@ class RegionEmitter(RegionNames):
                 return True  # the allocator doesn't hand it to others
             if tensor in self.wrapper._alignment_orig_saved:
                 tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
-            self.record_stream(tensor, stream)
+            self.record_stream(tensor, streams[-1])
+            return True
         else:
             return False
+        self.write(f"{call}({', '.join(map(self.stream, streams))})")
         return True
 
 

@@ -1,20 +1,16 @@
-"""Collect the names that the lines of a region use, and define the region for the runtime by them.
+"""Collect the names that the lines of a region use, and write the region's definition, which has numbers for them.
 
 A region looks up streams and events in one call where it is entered, `enter`, which returns those that its lines use:
 
     frame0, stream1_raw, ev0, = _region0.enter()
 
 So the lines are written first, and each name is noted when it is used. When all are known, the region is defined in the
-header of the generated module: its streams, its events, and what is recorded and waited for where it is entered and
-left. Names of a further region in the same code have its number.
-
-Write the statements of a generated module that define its regions, and those that name what the runtime has.
+header of the generated module (`streams.region_spec`). Names of a further region in the same code have its number.
 """
 
 from __future__ import annotations
 
-import pprint
-import textwrap
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -31,10 +27,12 @@ from torch_overlay._functorch.streams.ids import (
 )
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams.graph_facts import stream_devices
+from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec, ResultKind
 
 
 if TYPE_CHECKING:
     from torch_overlay._inductor.streams.planned_region import PlannedRegion
+    from torch_overlay._inductor.streams.region_spec import Operation
 
 
 RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_stream, set_stream"
@@ -44,25 +42,6 @@ def root_of(wrapper: Any) -> Any:
     while hasattr(wrapper, "parent_wrapper"):
         wrapper = wrapper.parent_wrapper
     return wrapper
-
-
-Operation = tuple[str, str, str]
-"""An operation on an event and a stream at a region's boundary: ("wait", "ev0", "stream1")."""
-
-
-def declare_runtime(root: Any) -> None:
-    if not root.imports.contains(RUNTIME):
-        root.imports.writeline(RUNTIME)
-
-
-def define_region(root: Any, name: str, **fields: Any) -> None:
-    """Write the statement that defines a region into the generated module's header; empty fields are left out."""
-    root.header.writeline(f"{name} = region(")
-    for key, value in fields.items():
-        if value or key in ("device", "streams") or value == () and key == "idle_streams":
-            text = pprint.pformat(value, width=100, compact=True, sort_dicts=False)
-            root.header.writelines(textwrap.indent(f"{key}={text},", "    ").splitlines())
-    root.header.writeline(")")
 
 
 def record_stream_text(name: str, stream: str) -> str:
@@ -77,62 +56,121 @@ def record_stream_text(name: str, stream: str) -> str:
     return f"if {' and '.join(conditions)}: {text}" if conditions else text
 
 
-class RegionNames:
-    """The names of one region, and its definition. `root`: the wrapper of the whole generated module."""
+class Definition:
+    """A region's definition, which grows while its lines are written; streams are given by their numbers in a plan.
+    `root`: the wrapper of the whole generated module; `suffix`: of all names.
+    """
 
-    def __init__(self, root: Any, region: PlannedRegion) -> None:
-        self.root, self.region, self.plan = root, region, region.plan
-        notes = WrapperNotes.of(root)
-        self.number, notes.regions = notes.regions, notes.regions + 1
-        declare_runtime(root)
-        self.suffix = f"_{self.number}" if self.number else ""
-        self.streams: dict[int, None] = {}  # in use, in order of first use
-        self.objects: dict[int, None] = {}  # events of the caller
-        self.returned: dict[str, None] = {}  # names that the lines of the region use
-        self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
+    def __init__(self, root: Any, name: str, frame: str, suffix: str, device: int | None) -> None:
+        self.root, self.name, self.frame, self.suffix, self.device = root, name, frame, suffix, device
+        self.streams: dict[int, int] = {}  # in use -> position in the definition
+        self.results: dict[str, tuple[int, int]] = {}  # of the names that the lines of the region use
         self.entry: list[Operation] = []
         self.exit: list[Operation] = []
-        self.may_alias: list[int] = []
-        self.idle_streams: list[int] = []
-        self.is_defined = False
-        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := callers_device(s)) is not None)}
-        known = stream_devices()
-        devices |= {known[s] for s in self.plan.streams if s in known and callers_device(s) is None}
-        # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
-        self.device: int | None = devices.pop() if len(devices) == 1 else None
-        if self.device is not None:
-            self.named(callers_stream_index(self.device))
+        if not root.imports.contains(RUNTIME):
+            root.imports.writeline(RUNTIME)
 
-    def keep_to_one_stream_when_idle(self) -> None:
-        """Have calls that find the device idle run on the caller's stream alone: Note [Streams can't pay on an idle
-        device] of `streams.single_stream`.
-        """
-        self.idle_streams = [s for s in self.plan.streams if callers_device(s) is None]
-        self.use(self.multi_stream)
+    def position(self, stream: int) -> int:
+        return self.streams.setdefault(stream, len(self.streams))
+
+    def at_boundary(self, *operations: Operation) -> list[Operation]:
+        """Return operations on streams of the plan as the definition has them."""
+        return [(kind, event, self.position(stream)) for kind, event, stream in operations]
 
     # -- names
 
     def named(self, stream: int) -> str:
-        self.streams[stream] = None
         device = callers_device(stream)
         if is_copy_stream(stream):
             index, is_in = copy_device(stream)
             number = "" if index in (0, CURRENT_DEVICE) else index
             return f"stream_{'in' if is_in else 'out'}{number}{self.suffix}"
-        if device is None:
+        if device is None or stream == 0:
             return f"stream{stream}{self.suffix}"
-        return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
+        return f"stream0_cuda{device}{self.suffix}"
 
-    def use(self, name: str) -> str:
+    def use(self, name: str, kind: ResultKind, number: int) -> str:
         """Note, and return, a name that `enter` has to return because the region's lines use it."""
-        self.returned[name] = None
+        self.results[name] = kind, number
         return name
 
     def stream(self, stream: int) -> str:
-        return self.use(self.named(stream))
+        return self.use(self.named(stream), ResultKind.STREAM, self.position(stream))
 
     def raw_stream(self, stream: int) -> str:
-        return self.use(f"{self.named(stream)}_raw")
+        return self.use(f"{self.named(stream)}_raw", ResultKind.RAW, self.position(stream))
+
+    def event(self, index: int) -> str:
+        return self.use(f"ev{index}{self.suffix}", ResultKind.EVENT, index)
+
+    def object(self, index: int) -> str:
+        """Return the name of an event of the caller."""
+        return self.use(f"event{index}{self.suffix}", ResultKind.OBJECT, index)
+
+    # -- lines
+
+    def enter(self) -> str:
+        return f"{', '.join([self.frame, *self.results])}, = {self.name}.enter()"
+
+    def leave(self) -> str:
+        return f"{self.frame}.leave()"
+
+    def define(self, events: int, **fields: Any) -> None:
+        """Write the statement that defines the region into the generated module's header; empty fields are left
+        out.
+        """
+        numbers = ((s, callers_device(s)) for s in self.streams)
+        spec = RegionSpec(
+            device=None if self.device is None else written_index(self.device),
+            streams=tuple(s if device is None else of_device(written_index(device)) for s, device in numbers),
+            events=events,
+            entry=tuple(self.entry),
+            exit=tuple(self.exit),
+            results=tuple(self.results.values()),
+            **fields,
+        )
+        streams = [self.named(s) for s in self.streams]
+
+        def of_operations(operations: tuple[Operation, ...]) -> list[str]:
+            return [f"{OperationKind(k).method} ev{e}{self.suffix} {streams[s]}" for k, e, s in operations]
+
+        comments = {
+            "streams": streams,
+            "entry": of_operations(spec.entry),
+            "exit": of_operations(spec.exit),
+            "results": self.results,
+            "distinct": [streams[s] for s in spec.distinct],
+            "idle_streams": [streams[s] for s in spec.idle_streams or ()],
+            "waits_again": [f"event{e}{self.suffix}" for e in spec.waits_again],
+            "records_again": [f"event{e}{self.suffix} {streams[s]}" for e, s in spec.records_again],
+        }
+        self.root.header.writeline(f"{self.name} = region(")
+        for field in dataclasses.fields(spec):
+            if (value := getattr(spec, field.name)) != field.default:
+                names = ", ".join(comments.get(field.name, ()))
+                self.root.header.writeline(f"    {field.name}={value},{names and f'  # {names}'}")
+        self.root.header.writeline(")")
+
+
+class RegionNames(Definition):
+    """The definition of a planned region."""
+
+    def __init__(self, root: Any, region: PlannedRegion) -> None:
+        self.region, self.plan = region, region.plan
+        notes = WrapperNotes.of(root)
+        number, notes.regions = notes.regions, notes.regions + 1
+        self.recorded: dict[tuple[int, int], None] = {}  # the caller's events that the region records, and where
+        self.may_alias: list[int] = []
+        self.idle_streams: list[int] = []  # the side streams, if calls that find the device idle keep to one stream
+        self.is_defined = False
+        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := callers_device(s)) is not None)}
+        known = stream_devices()
+        devices |= {known[s] for s in self.plan.streams if s in known and callers_device(s) is None}
+        # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
+        device: int | None = devices.pop() if len(devices) == 1 else None
+        super().__init__(root, f"_region{number}", f"frame{number}", f"_{number}" if number else "", device)
+        if device is not None:
+            self.position(callers_stream_index(device))
 
     def handle(self, stream: int) -> str:
         """Return the name that an event of this region takes for a stream: of the raw handle if there is one device,
@@ -140,15 +178,18 @@ class RegionNames:
         """
         return self.stream(stream) if self.device is None else self.raw_stream(stream)
 
-    def event(self, index: int) -> str:
-        return f"ev{index}{self.suffix}"
+    # -- calls that keep to one stream
 
-    def object(self, index: int) -> str:
-        self.objects[index] = None
-        return f"event{index}{self.suffix}"
+    def keep_to_one_stream_when_idle(self) -> None:
+        """Have calls that find the device idle run on the caller's stream alone: Note [Streams can't pay on an idle
+        device] of `streams.single_stream`.
+        """
+        self.idle_streams = [s for s in self.plan.streams if callers_device(s) is None]
+        self.use(self.multi_stream, ResultKind.MULTI_STREAM, 0)
 
     @property
     def multi_stream(self) -> str:
+        """The variable that says if a call uses the side streams."""
         return f"multi_stream{self.suffix}"
 
     def if_multi_stream(self, text: str) -> str:
@@ -170,40 +211,22 @@ class RegionNames:
     @property
     def is_idle(self) -> bool:
         """True if nothing is looked up, recorded or waited for."""
-        return not (self.returned or self.entry or self.exit or self.may_alias)
-
-    def define(self) -> None:
-        """Write the region's definition into the module's header. All lines of the region are known by now."""
-        self.is_defined = True
-        streams: dict[str, int | str] = {}
-        for stream in self.streams:
-            device = callers_device(stream)
-            streams[self.named(stream)] = stream if device is None else f"cuda:{written_index(device)}"
-        define_region(
-            self.root,
-            f"_region{self.number}",
-            device=None if self.device is None else written_index(self.device),
-            streams=streams,
-            events=max(len(self.plan.events), 1 if self.idle_streams else 0),
-            entry=tuple(self.entry),
-            exit=tuple(self.exit),
-            returns=tuple(self.returned),
-            objects={self.object(index): index for index in self.objects},
-            distinct=tuple(map(self.named, self.may_alias)),
-            waits_again=tuple(self.object(w.token.index) for w in self.plan.boundary_waits if self.may_alias),
-            records_again=tuple(self.recorded if self.may_alias else ()),
-            idle_streams=tuple(self.named(s) for s in self.idle_streams if s not in self.region.private)
-            if self.idle_streams
-            else None,
-        )
+        return not (self.results or self.entry or self.exit or self.may_alias)
 
     def prologue(self) -> list[str]:
         if self.is_idle:
             return []
-        if not self.is_defined:
-            self.define()
-        names = ", ".join([f"frame{self.number}", *self.returned])
-        return [f"{names}, = _region{self.number}.enter()"]
+        if not self.is_defined:  # all lines of the region are known by now
+            self.is_defined = True
+            idle = tuple(self.position(s) for s in self.idle_streams if s not in self.region.private)
+            self.define(
+                events=max(len(self.plan.events), 1 if self.idle_streams else 0),
+                distinct=tuple(map(self.position, self.may_alias)),
+                idle_streams=idle if self.idle_streams else None,
+                waits_again=tuple(w.token.index for w in self.plan.boundary_waits if self.may_alias),
+                records_again=tuple(self.recorded if self.may_alias else ()),
+            )
+        return [self.enter()]
 
     def epilogue(self) -> list[str]:
-        return [] if self.is_idle else [f"frame{self.number}.leave()"]
+        return [] if self.is_idle else [self.leave()]

@@ -1,18 +1,14 @@
 """Enter and leave a region with streams: the functions that generated code calls at run time.
 
-    _region0 = region(device=0, streams={"stream0": "cuda:0", "stream1": 1}, events=2, exit=...,
-                      entry=(("record", "ev0", "stream0"), ("wait", "ev0", "stream1")), returns=("stream1_raw",))
-
     frame0, stream1_raw, = _region0.enter()
     ...
     frame0.leave()
 
-`enter` looks the streams up (a number is an index into the table of the running graph, "cuda:0" the current stream of
-that device), records and waits as `entry` says, in its order, and returns the frame of this call and the streams and
-events that the code between uses; `leave` records and waits as `exit` says. Events belong to the compiled module: a
-call takes a frame, with a set of events, and returns it when it leaves, so two threads, or a call inside a call, never
-share a frame; the frame of a call that raises is garbage-collected. The device -1 is the one that is current at a call:
-Note [Compiled on one rank] of `streams.ids`.
+`enter` looks the streams up, records and waits as the region's definition says (`streams.region_spec`), in its order,
+and returns the frame of this call and the streams and events that the code between uses; `leave` records and waits at
+the exit. Events belong to the compiled module: a call takes a frame, with a set of events, and returns it when it
+leaves, so two threads, or a call inside a call, never share a frame; the frame of a call that raises is
+garbage-collected. The device -1 is the one that is current at a call: Note [Compiled on one rank] of `streams.ids`.
 
 On one device a region and its events are C (`csrc/region.c`, `csrc/events.c`), which take the raw handles of streams
 that generated code has anyway: `torch.Event.record` costs 0.55 us of host time, of which the driver's share is a third,
@@ -36,6 +32,7 @@ a stream that has just become idle, so a side stream is not queried: a record an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -46,10 +43,13 @@ from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import callers_stream, get as get_object, Owned
 from torch_overlay._functorch.offload.runtime import copy_stream
 from torch_overlay._functorch.streams.ids import CURRENT_DEVICE, index_now, is_copy_stream
+from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec, ResultKind
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
+
+    from torch_overlay._inductor.streams.region_spec import Operation
 
 
 ALIGNMENT = 16  # bytes: the alignment of inputs that Inductor assumes
@@ -119,40 +119,20 @@ def align(*streams: torch.Stream) -> None:
             stream.wait_event(event)
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """A region as its module defines it. Operations are (kind, event, stream), by the names of the generated code."""
+def find_stream(stream: int) -> Any:
+    """Return the stream that a number of `RegionSpec.streams` stands for in this call."""
+    if stream < 0:
+        return callers_stream(of_device(stream))
+    return resolve(stream if is_copy_stream(stream) else get_object(stream))
 
-    device: int | None  # None: streams of several devices, ordered by torch.Event
-    streams: Mapping[str, int | str]
-    events: int
-    entry: Sequence[tuple[str, str, str]]
-    exit: Sequence[tuple[str, str, str]]
-    returns: Sequence[str]
-    objects: Mapping[str, int]
-    distinct: Sequence[str]
-    waits_again: Sequence[str]
-    records_again: Sequence[tuple[str, str]]
-    idle_streams: Sequence[str] | None = None
 
-    def find(self, stream: str) -> Any:
-        where = self.streams[stream]
-        if isinstance(where, str):
-            return callers_stream(int(where[5:]))
-        return resolve(where if is_copy_stream(where) else get_object(where))
-
-    def event(self, name: str) -> int:
-        return int(name[2:].partition("_")[0])
-
-    def aliased(self, entering: bool) -> None:
-        """Order the streams of a call in which two of them are one: Note [Streams that turn out to be one]."""
-        align(*map(self.find, self.distinct))
-        if entering:
-            for event in self.waits_again:
-                resolve(get_object(self.objects[event])).wait(self.find(self.distinct[0]))
-        else:
-            for event, stream in self.records_again:
-                resolve(get_object(self.objects[event])).record(self.find(stream))
+def order_aliased(spec: RegionSpec, entering: bool) -> None:
+    """Order the streams of a call in which two of them are one: Note [Streams that turn out to be one]."""
+    align(*(find_stream(spec.streams[stream]) for stream in spec.distinct))
+    again = [(event, spec.distinct[0]) for event in spec.waits_again] if entering else spec.records_again
+    for number, stream in again:
+        event = resolve(get_object(number))
+        (event.wait if entering else event.record)(find_stream(spec.streams[stream]))
 
 
 class EventFrame:
@@ -161,110 +141,91 @@ class EventFrame:
     def __init__(self, region: EventRegion) -> None:
         self.region = region
         self.events = [region.make_event() for _ in range(region.spec.events)]
-        self.streams: dict[str, Any] = {}
+        self.streams: list[Any] = []
         self.is_aliased = False
+        self.multi_stream = True
 
-    def enter(self) -> None:
+    def enter(self) -> tuple[Any, ...]:
         spec = self.region.spec
-        self.streams = {name: spec.find(name) for name in spec.streams}
-        handles = {self.streams[name].cuda_stream for name in spec.distinct}
-        self.is_aliased = len(handles) < len(spec.distinct)
+        self.streams = [find_stream(stream) for stream in spec.streams]
+        self.is_aliased = len({self.streams[i].cuda_stream for i in spec.distinct}) < len(spec.distinct)
         if self.is_aliased:
-            spec.aliased(True)
-        self.begin()
+            order_aliased(spec, True)
+        may_follow = spec.idle_streams is not None and self.region.are_idle(
+            [self.streams[i] for i in (0, *spec.idle_streams)]
+        )
+        self.multi_stream = self.is_aliased or not may_follow
+        if self.multi_stream:
+            self.run(spec.entry)
+        return self, *(self.result(kind, number) for kind, number in spec.results)
 
-    def begin(self) -> None:
-        self.run(self.region.spec.entry)
-
-    def end(self) -> None:
-        self.run(self.region.spec.exit)
-
-    def handle(self, stream: str) -> Any:
-        """Return what the events take for a stream."""
-        return self.streams[stream]
-
-    def run(self, operations: Sequence[tuple[str, str, str]]) -> None:
+    def run(self, operations: Iterable[Operation]) -> None:
         for kind, event, stream in operations:
-            getattr(self.events[self.region.spec.event(event)], kind)(self.handle(stream))
+            if kind == OperationKind.RECORD_BUSY:
+                self.events[event].record_busy(self.streams[stream])
+            elif kind < OperationKind.WAIT:
+                self.events[event].record(self.streams[stream])
+            else:
+                self.events[event].wait(self.streams[stream])
 
-    def result(self, name: str) -> Any:
-        spec = self.region.spec
-        if name in spec.streams:
-            return self.streams[name]
-        if name in spec.objects:
-            return resolve(get_object(spec.objects[name]))
-        if name.endswith("_raw"):
-            return self.streams[name[:-4]].cuda_stream
-        return self.events[spec.event(name)]
+    def result(self, kind: int, number: int) -> Any:
+        if kind == ResultKind.MULTI_STREAM:
+            return self.multi_stream
+        if kind == ResultKind.OBJECT:
+            return resolve(get_object(number))
+        if kind == ResultKind.EVENT:
+            return self.events[number]
+        stream = self.streams[number if self.multi_stream else 0]
+        return stream.cuda_stream if kind == ResultKind.RAW else stream
 
     def leave(self) -> None:
-        self.end()
-        self.streams = {}
+        spec = self.region.spec
+        self.run(spec.exit if self.multi_stream else spec.exit_alone)
+        self.streams = []
         if self.is_aliased:
-            self.region.spec.aliased(False)
+            order_aliased(spec, False)
         self.region.frames.append(self)  # from here on another thread may take it
 
 
 class EventRegion:
-    """A region that uses torch.Event, which orders streams of several devices."""
+    """A region in Python, with torch.Event, which orders streams of several devices."""
 
-    frame = EventFrame
-
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: RegionSpec) -> None:
         self.spec = spec
         self.frames: list[EventFrame] = []
 
     def make_event(self) -> Any:
         return torch.Event(device="cuda")
 
+    def are_idle(self, streams: Iterable[Any]) -> bool:
+        return all(stream.query() for stream in streams)
+
     def enter(self) -> tuple[Any, ...]:
         try:
             frame = self.frames.pop()
         except IndexError:
-            frame = self.frame(self)
-        frame.enter()
-        return frame, *(frame.result(name) for name in self.spec.returns)
+            frame = EventFrame(self)
+        return frame.enter()
 
 
-def native_region(spec: Spec) -> Any:
+def native_region(spec: RegionSpec) -> Any:
     """Make the region of one device, in C. Raises `csrc.NotBuiltError`."""
-    slots = {name: slot for slot, name in enumerate(spec.streams)}
-
-    def operations(chosen: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, int, int], ...]:
-        return tuple((kind, spec.event(event), slots[stream]) for kind, event, stream in chosen)
-
-    def result(name: str) -> tuple[str, int]:
-        if name in slots:
-            return "stream", slots[name]
-        if name in spec.objects:
-            return "object", spec.objects[name]
-        if name.startswith("multi_stream"):
-            return "multi_stream", 0
-        return ("raw", slots[name[:-4]]) if name.endswith("_raw") else ("event", spec.event(name))
-
     return csrc.extension().events.Region(
-        device=spec.device,
-        indices=tuple(-1 if isinstance(where, str) else where for where in spec.streams.values()),
-        events=spec.events,
-        entry=operations(spec.entry),
-        exit=operations(spec.exit),
-        results=tuple(map(result, spec.returns)),
-        distinct=tuple(slots[name] for name in spec.distinct),
-        idle_streams=None if spec.idle_streams is None else tuple(slots[name] for name in spec.idle_streams),
-        thread=objects._thread,
-        stream_type=torch.cuda.Stream,
-        current_raw=torch._C._cuda_getCurrentRawStream,
-        current=callers_stream,
-        resolve=resolve,
-        aliased=spec.aliased,
+        spec,
+        objects._thread,
+        torch.cuda.Stream,
+        torch._C._cuda_getCurrentRawStream,
+        callers_stream,
+        resolve,
+        functools.partial(order_aliased, spec),
     )
 
 
 class Region:
     """A region of a generated module. The native module is built at the first call, not when the module is loaded."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, **fields: Any) -> None:
+        self.spec = RegionSpec(**fields)
         self.enter: Callable[[], tuple[Any, ...]] = self._enter_first
         self._of_device: dict[int, Any] = {}
 
@@ -284,43 +245,7 @@ class Region:
         return region.enter()
 
 
-def region(
-    device: int | None,
-    streams: Mapping[str, int | str],
-    events: int = 0,
-    entry: Sequence[tuple[str, str, str]] = (),
-    exit: Sequence[tuple[str, str, str]] = (),
-    returns: Sequence[str] = (),
-    objects: Mapping[str, int] | None = None,
-    distinct: Sequence[str] = (),
-    waits_again: Sequence[str] = (),
-    records_again: Sequence[tuple[str, str]] = (),
-    idle_streams: Sequence[str] | None = None,
-) -> Region:
-    """Make the region of a generated module.
-
-    `streams` maps names to indices of the running graph's table, or to "cuda:N", the current stream of that device;
-    where one of the latter is used by `exit`, it comes first. `objects` are events of the caller. `distinct` are the
-    streams that the plan assumes to be different; where two of them are one in a call, all are ordered after one
-    another, the first waits again for `waits_again`, and `records_again` (event, stream) are repeated at the end. With
-    `idle_streams`, a call that finds these streams and the first one idle runs on the first one, and `multi_stream` is
-    False.
-    """
-    return Region(
-        Spec(
-            device,
-            streams,
-            events,
-            entry,
-            exit,
-            returns,
-            objects or {},
-            distinct,
-            waits_again,
-            records_again,
-            idle_streams,
-        )
-    )
+region = Region  # as generated code calls it
 
 
 __all__ = ["align", "aligned", "callers_stream", "get_object", "region", "restore_stream", "set_stream", "write_back"]

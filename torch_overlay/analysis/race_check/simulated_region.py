@@ -10,100 +10,62 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.streams.runtime import EventFrame, EventRegion
+from torch_overlay._inductor.streams.runtime import EventRegion
 
 
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Iterable
 
-    from torch_overlay._inductor.streams.runtime import Spec
+    from torch_overlay._inductor.streams.region_spec import RegionSpec
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
 
 class SimulatedEvent:
-    """Replacement for `events.Event` of the C module: its methods take raw stream handles."""
+    """Replacement for `events.Event` of the C module: the lines of a region give it raw handles."""
 
-    def __init__(self, device: SimulatedDevice, index: int) -> None:
-        self.device, self.index = device, index
-        self.event = torch.Event(device=torch.device("cuda", index))
+    def __init__(self, region: SimulatedRegion) -> None:
+        self.region, self.index = region, region.spec.device or 0
+        self.event = torch.Event(device=torch.device("cuda", self.index))
         self.idle = False
 
-    def _stream(self, raw_stream: int) -> torch.cuda.Stream:
-        if raw_stream == 0:
+    def _stream(self, stream: torch.cuda.Stream | int) -> torch.cuda.Stream:
+        if isinstance(stream, torch.cuda.Stream):
+            return stream
+        if stream == 0:
             return torch.cuda.default_stream(self.index)
-        return torch.cuda.ExternalStream(raw_stream, device=self.index)
+        return torch.cuda.ExternalStream(stream, device=self.index)
 
-    def record(self, raw_stream: int) -> None:
+    def record(self, stream: torch.cuda.Stream | int) -> None:
         self.idle = False
-        self.event.record(self._stream(raw_stream))
+        self.event.record(self._stream(stream))
 
-    def record_busy(self, raw_stream: int) -> None:
-        self.device.asked_idle = True
-        self.idle = self.device.idle and self._stream(raw_stream).query()
+    def record_busy(self, stream: torch.cuda.Stream) -> None:
+        if self.region.are_idle([stream]):
+            self.idle = True
+        else:
+            self.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream | int) -> None:
         if not self.idle:
-            self.record(raw_stream)
+            self.event.wait(self._stream(stream))
 
-    def wait(self, raw_stream: int) -> None:
-        if not self.idle:
-            self.event.wait(self._stream(raw_stream))
-
-    record_entry = record
-    wait_entry = wait_exit = wait
+    wait_entry = wait
 
     def synchronize(self) -> None:
         self.event.synchronize()
 
 
-class SimulatedFrame(EventFrame):
-    def __init__(self, region: SimulatedRegion) -> None:
-        super().__init__(region)
-        self.device = region.device
-        self.multi_stream = True
-
-    def begin(self) -> None:
-        self.multi_stream = self.region.spec.idle_streams is None or not self._holds_nothing()
-        if self.multi_stream:
-            super().begin()
-
-    def end(self) -> None:
-        spec = self.region.spec
-        if self.multi_stream:
-            super().end()
-        elif spec.idle_streams:
-            caller = next(iter(spec.streams))
-            self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.idle_streams)])
-
-    def _holds_nothing(self) -> bool:
-        """True if the streams are idle: Note [Streams can't pay on an idle device]."""
-        device, idle_streams = self.device, self.region.spec.idle_streams or ()
-        device.asked_idle = True
-        caller = next(iter(self.streams.values()))
-        return (
-            device.idle
-            and not self.is_aliased
-            and all(s.query() for s in (caller, *(self.streams[name] for name in idle_streams)))
-        )
-
-    def handle(self, stream: str) -> Any:
-        return self.streams[stream].cuda_stream
-
-    def result(self, name: str) -> Any:
-        if name.startswith("multi_stream"):
-            return self.multi_stream
-        if name.endswith("_raw") and not self.multi_stream:
-            return next(iter(self.streams.values())).cuda_stream
-        return super().result(name)
-
-
 class SimulatedRegion(EventRegion):
-    frame = SimulatedFrame
-
-    def __init__(self, device: SimulatedDevice, spec: Spec) -> None:
+    def __init__(self, device: SimulatedDevice, spec: RegionSpec) -> None:
         super().__init__(spec)
         self.device = device
 
     def make_event(self) -> SimulatedEvent:
-        return SimulatedEvent(self.device, self.spec.device or 0)
+        return SimulatedEvent(self)
+
+    def are_idle(self, streams: Iterable[torch.cuda.Stream]) -> bool:
+        self.device.asked_idle = True
+        return self.device.idle and super().are_idle(streams)
 
 
 __all__ = ["SimulatedRegion"]

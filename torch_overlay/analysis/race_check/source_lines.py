@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch._dynamo.compiled_autograd
 
+from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.runtime import EventFrame
 from torch_overlay.testing._text import OURS, TORCH
 
@@ -48,10 +49,13 @@ def site() -> str:
     operation = ""
     for frame in _frames():
         if frame.f_code is EventFrame.run.__code__:
-            operation = ": " + " ".join(str(frame.f_locals[k]) for k in ("kind", "event", "stream"))
+            kind, event, stream = (frame.f_locals[name] for name in ("kind", "event", "stream"))
+            number = max(frame.f_locals["self"].region.spec.streams[stream], 0)
+            operation = f"{OperationKind(kind).method} ev{event} stream{number}"
         if _is_generated(frame):
             at = f"{frame.f_code.co_filename[1:-1]}, line {frame.f_lineno}"
-            return at + (operation or f": {_statement(frame)}")
+            statement = _statement(frame)
+            return f"{at}: " + (f"{operation} in {statement.rpartition(' = ')[2]}" if operation else statement)
         if _is_users(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""

@@ -62,7 +62,7 @@ def check_step(forward: Region, backward: Region, *, steps: int = 2) -> Report:
         device.checks_captures = True
         modules = [Module(device, text, number) for number, text in enumerate((forward.wrapper, backward.wrapper))]
         reports, traces = [], []
-        runs = [(idle, False) for idle in idle_patterns(forward.wrapper + backward.wrapper)]
+        runs = [(idle, False) for idle in idle_patterns(modules)]
         for idle, device.captures in [*runs, ((False,), True)]:
             if device.captures and not device.has_partitions:
                 break

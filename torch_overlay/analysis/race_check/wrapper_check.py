@@ -16,6 +16,7 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.ids import COPY_STREAMS
+from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.runtime import Region
 from torch_overlay.analysis.race_check.checking import Caller, EagerOrder
 from torch_overlay.analysis.race_check.context import Context
@@ -27,6 +28,8 @@ from torch_overlay.testing import simulated_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch_overlay._inductor.streams.region_spec import RegionSpec
 
 
 def check_wrapper(
@@ -44,7 +47,7 @@ def check_wrapper(
         except (SyntaxError, KeyError) as error:
             raise CheckError(f"this is not the text of a generated module: {type(error).__name__}: {error}") from error
         reports, traces = [], []
-        for idle in idle_patterns(text):
+        for idle in idle_patterns([module]):
             device.begin()
             _run(device, module, calls, owned, joined, idle)
             context = Context(None, device.current(), frozenset(), frozenset())
@@ -55,13 +58,17 @@ def check_wrapper(
     return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
 
 
-def idle_patterns(text: str) -> Sequence[Sequence[bool]]:
+def idle_patterns(modules: Sequence[Module]) -> Sequence[Sequence[bool]]:
     """Return the runs to make: each lists the answers, call after call, to regions that ask if streams are idle."""
-    return (
-        ((False,), (True,), (True, False), (False, True))
-        if "idle_streams=" in text or "record_busy" in text
-        else ((False,),)
-    )
+    for spec in _regions(modules):
+        if spec.idle_streams is not None or any(kind == OperationKind.RECORD_BUSY for kind, *_ in spec.entry):
+            return (False,), (True,), (True, False), (False, True)
+    return ((False,),)
+
+
+def _regions(modules: Sequence[Module]) -> list[RegionSpec]:
+    found = (value for module in modules for value in module.scope.values())
+    return [value.spec for value in found if isinstance(value, Region)]
 
 
 def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joined: bool, idle: Sequence[bool]) -> None:
@@ -93,14 +100,13 @@ def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu
 def caller_objects(modules: Sequence[Module]) -> list[Any]:
     """Make the caller's streams and events, in a list by the numbers that the regions of one frame use for them."""
     found: dict[int, Any] = {0: objects.callers_stream(0)}
-    for region in (value for module in modules for value in module.scope.values()):
-        if isinstance(region, Region):
-            for where in region.spec.streams.values():
-                if isinstance(where, int) and where < COPY_STREAMS:
-                    found.setdefault(where, torch.cuda.Stream())
-            for index in region.spec.objects.values():
-                if index not in found:
-                    found[index] = torch.cuda.Event()
+    for spec in _regions(modules):
+        for number in spec.streams:
+            if 0 <= number < COPY_STREAMS:
+                found.setdefault(number, torch.cuda.Stream())
+        for index in spec.objects:
+            if index not in found:
+                found[index] = torch.cuda.Event()
     return [found.get(index) for index in range(max(found) + 1)]
 
 

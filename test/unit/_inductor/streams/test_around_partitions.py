@@ -18,6 +18,7 @@ from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.streams.around_partitions import HANDLE_IS_READ, ordered_around, reason_to_cut
+from torch_overlay._inductor.streams.region_spec import of_device, OperationKind
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
@@ -67,18 +68,18 @@ class TestOrder(PartitionsTestCase):
         wanted = ["frame_outer, = _outer.enter()", "partitions", "frame_outer.leave()"]
         self.assertEqual(found, wanted)
         spec = self.spec()
-        entry = (("record_entry", "ev1_outer", "stream1_outer"), ("wait_entry", "ev1_outer", "stream0_outer"))
-        leave = (("record", "ev0_outer", "stream0_outer"), ("wait_exit", "ev0_outer", "stream1_outer"))
+        entry = (OperationKind.RECORD_ENTRY, 1, 1), (OperationKind.WAIT_ENTRY, 1, 0)
+        leave = (OperationKind.RECORD, 0, 0), (OperationKind.WAIT_EXIT, 0, 1)
         self.assertEqual((spec.entry, spec.exit), (entry, leave))
-        wanted = {"stream0_outer": "cuda:0", "stream1_outer": 1}
-        self.assertEqual((spec.streams, spec.events), (wanted, 2))
+        self.assertEqual((spec.streams, spec.events), ((of_device(0), 1), 2))
         self.assertEqual(self.known, {0: {state(1)}, 1: set()})
 
     def test_streams_that_are_settled_inside(self):
         node = self.product(exit_waits=(ExitWait(2, (state(3),)),), stream=1, **FORKED)
         self.around(node, settled=[1, 2])
-        waiting = [stream for kind, _, stream in self.spec().exit if kind == "wait_exit"]
-        self.assertEqual(waiting, ["stream3_outer"])
+        spec = self.spec()
+        waiting = [spec.streams[stream] for kind, _, stream in spec.exit if kind == OperationKind.WAIT_EXIT]
+        self.assertEqual(waiting, [3])
         self.setUp()
         self.around(self.product(stream=1, **FORKED), settled=[1])
         self.assertEqual(self.spec().exit, ())
@@ -88,7 +89,7 @@ class TestOrder(PartitionsTestCase):
         wanted = ["frame_outer, stream0_outer, event5_outer, = _outer.enter()"]
         wanted += ["event5_outer.wait(stream0_outer)", "partitions"]
         self.assertEqual(found, [*wanted, "frame_outer.leave()"])
-        self.assertEqual(self.spec().objects, {"event5_outer": 5})
+        self.assertEqual(self.spec().objects, {5})
 
     def test_streams_that_are_only_named(self):
         """By a record, a synchronization, or the body of a nested graph."""
@@ -100,14 +101,14 @@ class TestOrder(PartitionsTestCase):
         modules = mock.patch.object(torch.fx.GraphModule, "modules", lambda gm: iter([gm, body]))
         with modules:
             self.around(made)
-        self.assertEqual(list(self.spec().streams), [f"stream{s}_outer" for s in (0, 2, 3, 4)])
+        self.assertEqual(self.spec().streams, (of_device(0), 2, 3, 4))
 
     def test_memory_that_a_backward_frees(self):
         note_fact(self.x, memory=3)
         self.around(self.product(), **BACKWARD)
         spec = self.spec()
         self.assertEqual(spec.entry, ())
-        self.assertEqual([stream for *_, stream in spec.exit], ["stream0_outer", "stream3_outer"])
+        self.assertEqual([spec.streams[stream] for *_, stream in spec.exit], [of_device(0), 3])
 
     def test_streams_of_several_devices(self):
         """Boundary events of a capture are those of one device."""
@@ -118,7 +119,7 @@ class TestOrder(PartitionsTestCase):
         spec = self.spec()
         self.assertIsNone(spec.device)
         kinds = [kind for kind, *_ in (*spec.entry, *spec.exit)]
-        self.assertEqual(kinds, ["record", "wait"] * 2)
+        self.assertEqual(kinds, [OperationKind.RECORD, OperationKind.WAIT] * 2)
 
     def test_nothing_to_order(self):
         info = ObjectInfo(1, "frame", False, "stream", None)

@@ -17,6 +17,7 @@ from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region
+from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.wrapper_lines import OnStream
 
 
@@ -98,9 +99,9 @@ frame0.leave()""",
         self.assertEqual(plans, [self.region.plan])
         self.assertEqual(self.places(), [(1, 0), (0, 0), (0, 0)])
         spec = self.spec()
-        record, wait = ("record", "ev0", "stream0"), ("wait", "ev0", "stream1")
+        record, wait = (OperationKind.RECORD, 0, 0), (OperationKind.WAIT, 0, 1)
         self.assertEqual((spec.entry, spec.exit), ((record, wait), ()))
-        self.assertEqual((spec.events, spec.distinct), (2, ("stream0", "stream1")))
+        self.assertEqual((spec.events, spec.distinct), (2, (0, 1)))
 
     def test_view_by_a_call_launches_nothing(self):
         made = self.call(aten.complex.default, self.x, self.x, stream=1)
@@ -109,32 +110,32 @@ frame0.leave()""",
 
     def test_order_at_the_exit(self):
         self.write(self.product(stream=1))
-        record, wait = ("record", "ev1", "stream1"), ("wait", "ev1", "stream0")
+        record, wait = (OperationKind.RECORD, 1, 1), (OperationKind.WAIT, 1, 0)
         self.assertEqual(self.spec().exit, (record, wait))
 
     def test_stream_that_waits_at_the_exit(self):
         """It must not stay in a graph that the caller captures."""
         self.write(self.product(exit_waits=(ExitWait(1, (CALLER,)),)))
-        self.assertEqual(self.spec().entry, (("record", "ev0", "stream0"),))
-        self.assertEqual(self.spec().exit, (("wait_exit", "ev0", "stream1"),))
+        self.assertEqual(self.spec().entry, ((OperationKind.RECORD, 0, 0),))
+        self.assertEqual(self.spec().exit, ((OperationKind.WAIT_EXIT, 0, 1),))
 
     def test_what_a_side_stream_held_at_the_entry(self):
         """It is no part of a graph that the caller captures."""
         self.write(self.product(after=(state(1),)))
-        record, wait = ("record_entry", "ev0", "stream1"), ("wait_entry", "ev0")
-        self.assertEqual(self.spec().entry, (record, (*wait, "stream0")))
+        wanted = (OperationKind.RECORD_ENTRY, 0, 1), (OperationKind.WAIT_ENTRY, 0, 0)
+        self.assertEqual(self.spec().entry, wanted)
 
     def test_streams_that_wait_for_an_idle_one(self):
-        for enclosed, kind in ((False, "record_busy"), (True, "record")):
+        for enclosed, kind in ((False, OperationKind.RECORD_BUSY), (True, OperationKind.RECORD)):
             self.setUp()
             made = [self.product(stream=stream) for stream in (1, 2, 3)]
             self.write(self.product(made[0], made[1]), made[2], enclosed=enclosed)
-            self.assertEqual(self.spec().entry[0], (kind, "ev0", "stream0"))
+            self.assertEqual(self.spec().entry[0], (kind, 0, 0))
 
     def test_event_of_the_caller(self):
         found = self.write(self.product(after=(caller_event(5),)))
         self.assertEqual(found.splitlines()[1:3], ["event5.wait(stream0)", "op0"])
-        self.assertEqual(self.spec().objects, {"event5": 5})
+        self.assertEqual(self.spec().objects, {5})
 
     def test_host_that_reads_what_the_device_makes(self):
         args = self.product(), torch.device("cpu"), True
@@ -151,7 +152,7 @@ frame0.leave()""",
         found = self.write(self.product(self.product(stream=1), self.x), options=limit).splitlines()
         self.assertIn("multi_stream", found[0])
         self.assertIn("if multi_stream: ev1.record(stream1_raw)", found)
-        self.assertEqual(self.spec().idle_streams, ("stream1",))
+        self.assertEqual(self.spec().idle_streams, (1,))
 
     def test_names_in_profiles(self):
         for shown, wanted in ((False, ""), (True, "side stream 1: model.py:12")):
@@ -255,7 +256,7 @@ class TestStreamProgram(EmitterTestCase):
 
     def test_event_that_is_recorded(self):
         self.written(streams.record_event.default, 5, 1, requires=record(5, 0))
-        self.assertEqual(self.spec().records_again, (("event5", "stream1"),))
+        self.assertEqual(self.spec().records_again, ((5, 1),))
 
     def test_other_operations(self):
         found = self.written(streams.synchronize_device.default, "cuda", 0)

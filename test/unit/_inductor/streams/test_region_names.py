@@ -13,6 +13,7 @@ from torch_overlay._functorch.streams.tokens import caller_event
 from torch_overlay._inductor.streams.plan import BoundaryWait, Event, Op, Plan
 from torch_overlay._inductor.streams.planned_region import PlannedRegion
 from torch_overlay._inductor.streams.region_names import RegionNames
+from torch_overlay._inductor.streams.region_spec import of_device, OperationKind
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
@@ -43,7 +44,7 @@ class RegionNamesTestCase(NumberedCase):
         found = {}
         exec(self.root.imports.getvalue(), found)
         exec(self.root.header.getvalue(), found)
-        return found[f"_region{names.number}"].spec
+        return found[names.name].spec
 
 
 class TestNames(RegionNamesTestCase):
@@ -52,10 +53,10 @@ class TestNames(RegionNamesTestCase):
         streams = 0, 1, copy_in_stream(0), copy_out_stream(0), copy_out_stream(2)
         wanted = ["stream0", "stream1", "stream_in", "stream_out", "stream_out2"]
         self.assertEqual(list(map(names.named, streams)), wanted)
-        self.assertEqual(list(names.returned), [])
+        self.assertEqual(list(names.results), [])
         self.assertEqual(names.stream(1), "stream1")
         self.assertEqual(names.raw_stream(0), "stream0_raw")
-        self.assertEqual(list(names.returned), ["stream1", "stream0_raw"])
+        self.assertEqual(list(names.results), ["stream1", "stream0_raw"])
 
     def test_events_of_one_device_take_raw_handles(self):
         self.assertEqual(self.names(0, 1).handle(1), "stream1_raw")
@@ -72,14 +73,14 @@ class TestNames(RegionNamesTestCase):
         names = self.names(0, other, devices=(1, 1))
         self.assertEqual(names.stream(other), "stream0_cuda1")
         names.prologue()
-        self.assertEqual(self.spec(names).streams, {"stream0_cuda1": "cuda:1"})
+        self.assertEqual(self.spec(names).streams, (of_device(1),))
 
     def test_second_region_of_a_module(self):
         self.names(0, 1)
         names = self.names(0, 1)
         found = [names.stream(1), names.event(2), names.object(5), names.multi_stream]
         self.assertEqual(found, ["stream1_1", "ev2_1", "event5_1", "multi_stream_1"])
-        self.assertEqual(names.prologue(), ["frame1, stream1_1, = _region1.enter()"])
+        self.assertEqual(names.prologue(), [f"frame1, {', '.join(found[:-1])}, = _region1.enter()"])
         self.assertEqual(names.epilogue(), ["frame1.leave()"])
         self.assertEqual(len(self.root.imports.getvalue().splitlines()), 1)
 
@@ -106,9 +107,9 @@ class TestDefinition(RegionNamesTestCase):
             events=(Event(0, 0, 1, ((1, 0),)), Event(1, 1, 0, ((2, 1),))),
             boundary_waits=(BoundaryWait(0, 1, token),),
         )
-        lines = [f"{names.use(names.event(0))}.record({names.handle(1)})"]
-        lines.append(f"{names.use(names.object(5))}.wait({names.stream(1)})")
-        names.exit = [("record", "ev1", "stream0"), ("wait", "ev1", "stream1")]
+        lines = [f"{names.event(0)}.record({names.handle(1)})"]
+        lines.append(f"{names.object(5)}.wait({names.stream(1)})")
+        names.exit = [(OperationKind.RECORD, 1, 0), (OperationKind.WAIT, 1, 1)]
         names.may_alias = names.find_aliases()
         self.assertEqual(lines, ["ev0.record(stream1_raw)", "event5.wait(stream1)"])
         self.assertEqual(names.prologue(), ["frame0, ev0, stream1_raw, event5, stream1, = _region0.enter()"])
@@ -117,13 +118,12 @@ class TestDefinition(RegionNamesTestCase):
             """\
 _region0 = region(
     device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1},
+    streams=(-2, 1),  # stream0, stream1
     events=2,
-    exit=(('record', 'ev1', 'stream0'), ('wait', 'ev1', 'stream1')),
-    returns=('ev0', 'stream1_raw', 'event5', 'stream1'),
-    objects={'event5': 5},
-    distinct=('stream0', 'stream1'),
-    waits_again=('event5',),
+    exit=((0, 1, 0), (3, 1, 1)),  # record ev1 stream0, wait ev1 stream1
+    results=((2, 0), (0, 1), (3, 5), (1, 1)),  # ev0, stream1_raw, event5, stream1
+    distinct=(0, 1),  # stream0, stream1
+    waits_again=(5,),  # event5
 )
 """,
         )
@@ -153,8 +153,9 @@ _region0 = region(
 
     def test_records_that_are_made_again(self):
         names = self.names(0, 1)
-        names.recorded["event5", names.stream(1)] = None
-        for aliases, wanted in (([], ()), ([0, 1], (("event5", "stream1"),))):
+        names.recorded[5, names.position(1)] = None
+        names.stream(1)
+        for aliases, wanted in (([], ()), ([0, 1], ((5, 1),))):
             names.may_alias, names.is_defined = aliases, False
             names.prologue()
             self.assertEqual(self.spec(names).records_again, wanted)
@@ -165,4 +166,4 @@ _region0 = region(
         names.keep_to_one_stream_when_idle()
         names.prologue()
         spec = self.spec(names)
-        self.assertEqual((spec.idle_streams, spec.events), (("stream1",), 1))
+        self.assertEqual((spec.idle_streams, spec.events), ((1,), 1))

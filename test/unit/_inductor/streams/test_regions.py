@@ -83,7 +83,7 @@ class TestRegions(ProgramCase):
             outer = active_region(self.scheduler)
             inner = self.generate(last=1)
             self.assertIs(active_region(self.scheduler), outer)
-        self.assertNotEqual(inner.number, outer.number)
+        self.assertNotEqual(inner.name, outer.name)
 
     def test_error_while_lines_are_generated(self):
         self.fork_and_join()
