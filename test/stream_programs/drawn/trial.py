@@ -72,10 +72,10 @@ def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) 
     that knows the program's operators.
     """
     for mode in modes:
-        codes: list[str] = []
+        saved = mock.Mock(wraps=GraphLowering.save_output_code)  # others may listen, too
         know_operators(mode != "default")
         try:
-            with mock.patch.object(GraphLowering, "save_output_code", codes.append):
+            with mock.patch.object(GraphLowering, "save_output_code", saved):
                 _check(written, mode, on_gpu, seeds)
         except Exception as error:
             if any(reason in str(error) for reason in REFUSED):
@@ -86,7 +86,7 @@ def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) 
             kind = error.kind if isinstance(error, checked.Wrong) else type(error).__name__.lower()
             known = isinstance(error, (checked.Wrong, checked.Invalid, Mismatch))
             text = str(error) if known else "".join(traceback.format_exception(error)[-12:])
-            return Verdict(kind, mode, text, "\n".join(codes))
+            return Verdict(kind, mode, text, "\n".join(call.args[0] for call in saved.call_args_list))
     return None
 
 
