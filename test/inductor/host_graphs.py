@@ -21,6 +21,7 @@ from torch._inductor.output_code import CompiledFxGraph
 import form  # noqa: F401
 from stand_ins.relaunch_device import fake_device, FakeDevice
 from torch_overlay._inductor.relaunch import runner
+from torch_overlay.hooks import put_in_place
 
 
 def options() -> dict[str, Any]:
@@ -29,6 +30,7 @@ def options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def host_graphs() -> Iterator[FakeDevice]:
+    put_in_place()
     post_compile = CompiledFxGraph.post_compile
 
     def on_device(graph: Any, *args: Any) -> None:

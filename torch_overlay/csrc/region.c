@@ -184,7 +184,6 @@ static PyObject *frame_result(Frame *self, PyObject *table, int kind, int which)
     case RAW: return PyLong_FromVoidPtr(self->raw[self->multi_stream ? which : 0]);
     case MULTI_STREAM: return PyBool_FromLong(self->multi_stream);
     case STREAM:
-        if (!self->multi_stream) Py_RETURN_NONE; /* only switches use it */
         if (!(found = self->streams[which]))
             found = self->streams[which] = PyObject_CallOneArg(region->current, region->device);
         return Py_XNewRef(found);

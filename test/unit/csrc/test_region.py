@@ -162,7 +162,7 @@ class TestRegion(TestCase):
             self.assertEqual(self.calls(), entry)
             self.assertEqual((multi_stream, caller), (exit is None, 9))
             self.assertEqual(raw, 9 if exit else 11)
-            self.assertIs(stream, None if exit else self.one)
+            self.assertIs(stream, self.one)  # whom memory is recorded on
             self.driver.set_capturing(capturing, 0)
             frame.leave()
             self.assertTrue(self.calls().startswith(exit or "record3@11 wait3@9"))

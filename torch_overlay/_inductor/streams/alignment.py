@@ -182,7 +182,7 @@ class AlignedInputs:
         its stream only where an input isn't aligned.
         """
         if callers_device(self.stream) is None:
-            self.emitter.write(f"{call}, {self.emitter.stream(self.stream)})")
+            self.emitter.write(f"{call}, {self.emitter.stream_of_call(self.stream)})")
         else:
             self.wrapper.writeline(f"{call})")
 

@@ -196,6 +196,11 @@ class RegionNames(Definition):
         """Return a statement that only a call that uses the side streams runs."""
         return f"if {self.multi_stream}: {text}" if self.idle_streams else text
 
+    def stream_of_call(self, stream: int) -> str:
+        """Return the stream on which a call does the work of a stream: None, the current one, where it keeps to one."""
+        name = self.stream(stream)
+        return f"{name} if {self.multi_stream} else None" if self.idle_streams else name
+
     # -- the definition
 
     def find_aliases(self) -> list[int]:

@@ -44,7 +44,7 @@ class OperationKind(enum.IntEnum):
 class ResultKind(enum.IntEnum):
     """The kinds of a result of `enter`, as numbered in `csrc/region.c`."""
 
-    RAW = 0  # the raw handle of a stream
+    RAW = 0  # the raw handle of the stream on which a call does a stream's work
     STREAM = 1
     EVENT = 2
     OBJECT = 3  # an event of the caller, by its index in the running graph's table

@@ -69,8 +69,8 @@ def restore_stream(stream: torch.Stream) -> None:
 
 
 def aligned(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> torch.Tensor:
-    """Return the tensor, or an aligned copy of it that is made on the stream. A stream of None, which `enter` returns
-    where a call keeps to the caller's stream, is the current one.
+    """Return the tensor, or an aligned copy of it that is made on the stream. A stream of None, which code passes where
+    a call keeps to the caller's stream, is the current one.
     """
     if not tensor.data_ptr() % ALIGNMENT:
         return tensor
@@ -175,8 +175,9 @@ class EventFrame:
             return resolve(get_object(number))
         if kind == ResultKind.EVENT:
             return self.events[number]
-        stream = self.streams[number if self.multi_stream else 0]
-        return stream.cuda_stream if kind == ResultKind.RAW else stream
+        if kind == ResultKind.RAW:
+            return self.streams[number if self.multi_stream else 0].cuda_stream
+        return self.streams[number]
 
     def leave(self) -> None:
         spec = self.region.spec

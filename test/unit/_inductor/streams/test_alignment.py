@@ -28,6 +28,8 @@ class Emitter:
     def stream(self, stream):
         return f"stream{stream}"
 
+    stream_of_call = stream
+
     def write(self, text):
         self.lines.append(text)
 

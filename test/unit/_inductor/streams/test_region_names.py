@@ -90,7 +90,8 @@ class TestNames(RegionNamesTestCase):
         names.keep_to_one_stream_when_idle()
         self.assertEqual(names.idle_streams, [1, 2])
         self.assertEqual(names.if_multi_stream("f()"), "if multi_stream: f()")
-        self.assertEqual(names.prologue(), ["frame0, multi_stream, = _region0.enter()"])
+        self.assertEqual(names.stream_of_call(1), "stream1 if multi_stream else None")
+        self.assertEqual(names.prologue(), ["frame0, multi_stream, stream1, = _region0.enter()"])
 
 
 class TestDefinition(RegionNamesTestCase):
