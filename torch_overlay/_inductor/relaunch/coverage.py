@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.causes import Cause, CAUSES, refused as all_refused
 from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.notes import Partitions
+    from torch_overlay._inductor.relaunch.rewrites.resident import Residents
     from torch_overlay._inductor.relaunch.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,6 @@ log = logging.getLogger(__name__)
 live: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
 _made = 0
 _forgotten = 0  # refusals before the last reset
-
-
-class Copies(Protocol):
-    """Inputs that are kept on the device, and how often one was copied."""
-
-    copies: int
 
 
 class CompiledCode:
@@ -49,7 +44,7 @@ class CompiledCode:
         code: CodeFacts,
         partitions: Partitions,
         rewrites: Sequence[tuple[str, str]] = (),
-        residents: Copies | None = None,
+        residents: Residents | None = None,
     ) -> None:
         global _made
         _made += 1

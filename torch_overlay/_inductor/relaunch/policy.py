@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.output_code import CompiledFxGraph
 
-    from torch_overlay._inductor.relaunch.coverage import Copies
+    from torch_overlay._inductor.relaunch.rewrites.resident import Residents
 
 SPLIT_ATTENTION = (
     "attention is split off by torch._inductor.config.custom_should_partition_ops = "
@@ -84,7 +84,7 @@ class _Thread(threading.local):
     graph: Any = None  # the CompiledFxGraph between should_wrap and wrap_output
     record: Any = None  # its coverage.CompiledCode, if it asked for graphs
     is_wrapped = False  # did Inductor ask for graphs of it?
-    rewrites: tuple[Sequence[tuple[str, str]], Copies | None] | None = None  # of code that asked for graphs
+    rewrites: tuple[Sequence[tuple[str, str]], Residents | None] | None = None  # of code that asked for graphs
 
 
 _thread = _Thread()
@@ -168,7 +168,7 @@ def is_set() -> bool:
 
 @contextlib.contextmanager
 def wrapping(
-    compiled: CompiledFxGraph, switch: Any, made: Sequence[tuple[str, str]] = (), residents: Copies | None = None
+    compiled: CompiledFxGraph, switch: Any, made: Sequence[tuple[str, str]] = (), residents: Residents | None = None
 ) -> Iterator[None]:
     """Have compiled code finished inside. If it asked for relaunched graphs, note how it was rewritten, and turn
     Inductor's switch on at the end, which a forward and its backward share: Note [Nobody is left without a graph or a

@@ -59,9 +59,8 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
-    from torch_overlay._inductor.relaunch.launch.staged import Graph
     from torch_overlay._inductor.relaunch.states import State
+    from torch_overlay._inductor.relaunch.verify import Launchable
 
 
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
@@ -75,18 +74,6 @@ class Run(NamedTuple):
     seeds: frozenset[int] = frozenset()
 
 
-class _InputStorages:
-    """The large storages of a backward's inputs, before a run that may free them. A graph of a forward doesn't depend
-    on the inputs that are freed."""
-
-    def __init__(self, inputs: Sequence[Any], is_backward: bool) -> None:
-        found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)] if is_backward else []
-        self._refs = [(k, StorageWeakRef(v)) for k, v in found if v.nbytes() >= LARGE]
-
-    def freed(self) -> frozenset[int]:
-        return frozenset([k for k, ref in self._refs if ref.expired()])
-
-
 class FirstRuns:
     """Runs a region without a graph."""
 
@@ -97,9 +84,7 @@ class FirstRuns:
         return self.region.run("warm-up", inputs, code=code)
 
     def observe(self, inputs: list[Any]) -> Run:
-        given, generators = storages(inputs), self.device.generators(inputs)
-        held = _InputStorages(inputs, self.is_backward)
-        drawn = [g.get_offset() for g in generators]
+        given, with_run = storages(inputs), self._before(inputs)
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
         observer = AllocationObserver()
         namespace = namespace_of(self.region.model)
@@ -109,30 +94,30 @@ class FirstRuns:
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
-        plan = observer.plan(fresh, self._with_run(AllocationPlan(), held, generators, drawn))
+        plan = observer.plan(fresh, with_run(AllocationPlan()))
         seeds = frozenset([at[address] for address in noted & at.keys()])
         return Run(result, plan, seeds)
 
     def repeat(self, inputs: list[Any], known: AllocationPlan) -> Run:
         """Run a region of which an observed run has shown `known`."""
-        generators, held = self.device.generators(inputs), _InputStorages(inputs, self.is_backward)
-        drawn = [g.get_offset() for g in generators]
+        with_run = self._before(inputs)
         result = self.run(inputs)
-        return Run(result, self._with_run(known, held, generators, drawn))
+        return Run(result, with_run(known))
 
-    def _with_run(
-        self, plan: AllocationPlan, held: _InputStorages, generators: Sequence[Any], drawn: Sequence[int]
-    ) -> AllocationPlan:
-        """Add to a plan which inputs a run has freed, and how far it advanced the generators from `drawn`."""
-        dying = held.freed()
-        advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
-        return dataclasses.replace(
-            plan,
-            dying=dying,
-            detail=bool(dying),
-            random=any(advance),
-            drawn=advance if any(advance) else (),
-        )
+    def _before(self, inputs: Sequence[Any]) -> Callable[[AllocationPlan], AllocationPlan]:
+        """Return a function that adds to a plan, after a run, which large inputs of a backward it has freed, and how
+        far it advanced the generators. A graph of a forward doesn't depend on the inputs that are freed."""
+        drawn = [(generator, generator.get_offset()) for generator in self.device.generators(inputs)]
+        found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if self.is_backward and address_of(v)]
+        held = [(k, StorageWeakRef(storage)) for k, storage in found if storage.nbytes() >= LARGE]
+
+        def with_run(plan: AllocationPlan) -> AllocationPlan:
+            dying = frozenset([k for k, ref in held if ref.expired()])
+            advance = tuple([generator.get_offset() - before for generator, before in drawn])
+            advance = advance if any(advance) else ()
+            return dataclasses.replace(plan, dying=dying, detail=bool(dying), random=bool(advance), drawn=advance)
+
+        return with_run
 
 
 class Runner:
@@ -151,7 +136,7 @@ class Runner:
         self.plan: AllocationPlan | None = None
         self.compiled: Any = None  # coverage.CompiledCode
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
-        self.governor = self.region.governor
+        self.governor, self.launched, self.graphs = self.region.governor, self.states.launched, self.states.graphs
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
         self._is_current = device.current, device.index, device.is_capturing
         runners.known.add(self)
@@ -319,16 +304,6 @@ class Runner:
             dropped = self.states.forget()
             self.keys.key_of = self.plan = None
         dropped.clear()
-
-    # -- what `coverage` counts
-
-    def launched(self) -> int:
-        """Return how many calls a graph has run."""
-        return self.states.launched()
-
-    def graphs(self) -> list[Graph]:
-        """Return the graphs that there are now."""
-        return self.states.graphs()
 
     def describe_sizes(self) -> str:
         """Say how the region runs at further sizes, if it had several."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from torch._dynamo.utils import counters
 
@@ -13,17 +13,11 @@ from torch_overlay._inductor.relaunch.on_reset import on_reset
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sized
+    from collections.abc import Callable
 
+    from torch_overlay._inductor.relaunch.runner import Runner
 
-class LiveRunner(Protocol):
-    @property
-    def states(self) -> Sized: ...
-
-    def forget(self) -> None: ...
-
-
-known: weakref.WeakSet[LiveRunner] = weakref.WeakSet()
+known: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 @on_reset

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.launch.staged import Graph
+    from torch_overlay._inductor.relaunch.verify import Launchable
 
 
 TABLES = 4  # so many times more states are kept than graphs

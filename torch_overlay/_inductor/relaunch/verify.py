@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
 
+    Launchable: TypeAlias = "Relaunch | Split | Verified"  # the graph of a state
     Run: TypeAlias = "tuple[Sequence[Any], Any]"  # the inputs as they are after it, and the outputs
     Difference: TypeAlias = "tuple[str, int | None, str]"  # what differs first, its region, and how
 
@@ -59,6 +60,7 @@ class Verified:
     ) -> None:
         self.relaunch, self.plain, self.code, self.clone = relaunch, plain, code, clone
         self.stages: Sequence[Relaunch] = relaunch.stages
+        self.regions = {position: region for region, position in enumerate(relaunch.layout.inputs)}
 
     def forget(self) -> None:
         """Drop nothing: a difference is described by nodes and pointer slots."""
@@ -120,7 +122,7 @@ class Verified:
             case Repeated(first):
                 return self._region(first)
             case SameInput(position) | OfInput(position, _):
-                return self.relaunch.region.get(position)
+                return self.regions.get(position)
             case OfStorage(number, _):
                 own = layout.own
                 return len(layout.inputs) + own.index(number) if number in own else layout.saved_region
@@ -128,7 +130,7 @@ class Verified:
 
     def _difference(self, want: Run, got: Run, exactly: bool = False) -> Difference | None:
         written = [k for k in self.code.mutated_inputs if capture.is_region(got[0][k])]
-        pairs = [(f"input {k}, which it writes,", want[0][k], got[0][k], self.relaunch.region.get(k)) for k in written]
+        pairs = [(f"input {k}, which it writes,", want[0][k], got[0][k], self.regions.get(k)) for k in written]
         for i, (a, b) in enumerate(zip(want[1], got[1], strict=True)):
             # Note [Seeds of attention]: a forward without dropout leaves its seeds unwritten.
             is_seed = may_be_seed(a) and not capture.is_region(a) and may_be_seed(b) and capture.is_region(b)

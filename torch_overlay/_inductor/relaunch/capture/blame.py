@@ -28,7 +28,8 @@ import torch
 from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.causes import log
-from torch_overlay._inductor.relaunch.launch import staged
+from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
+from torch_overlay._inductor.relaunch.launch.staged import graph_of, Split
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
@@ -36,7 +37,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.culprit import Culprit
     from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest
-    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
 
 
 class CaptureFailed(Exception):
@@ -57,14 +57,17 @@ class CaptureFailed(Exception):
         self.culprit = None if culprit is None or culprit.is_innocent else culprit
 
 
-def make_or_blame(request: CaptureRequest) -> Relaunch | staged.Split:
+def make_or_blame(request: CaptureRequest) -> Relaunch | Split:
     """Make the graph of a region, and return what launches it. Raises CaptureFailed; NumberEscaped if a launch can't
     compute with the numbers."""
     try:
         if request.plan.opaque and (culprit := find_escape(request)) is not None and not culprit.is_innocent:
             raise CaptureFailed("operator", culprit.did, culprit)
         arrangement, launchers = make_graph(request)
-        made = staged.launchable(request.device, arrangement, launchers, request.alignments)
+        if arrangement.stages:
+            made: Relaunch | Split = Split(request.device, arrangement, launchers, request.alignments)
+        else:
+            made = Relaunch(request.device, arrangement.layout, launchers[0], request.alignments)
     except (NumberEscaped, CaptureFailed):
         raise
     except Unprovable as refusal:
@@ -81,7 +84,7 @@ def make_or_blame(request: CaptureRequest) -> Relaunch | staged.Split:
         ) from error
     if log.isEnabledFor(logging.INFO):
         message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
-        nodes, names = staged.graph_of(made).nodes, arrangement.layout.names()
+        nodes, names = graph_of(made).nodes, arrangement.layout.names()
         log.info(message, request.code.name, nodes, len(launchers), arrangement.describe(), names)
     return made
 

@@ -58,12 +58,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
-    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot
+    from torch_overlay._inductor.relaunch.proof.nodes import Node
 
 
 KERNEL, FILL, COPY = range(3)
 # A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap requires.
-GRID_AT, PARAMETERS_AT = 8, 128
+PARAMETERS_AT = 128
 REGION_AND_NODE = itemgetter(3, 0)  # of a pointer slot
 MEMCPY_DESTINATION, MEMCPY_SOURCE = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
@@ -93,16 +93,12 @@ def make_blocks(module: Any, exec_handle: int, template: Template, rebuild: Rebu
             where = f"node {index} ({by_index[index].name}), parameter {parameter}"
             raise ValueError(f"{where}: no pointer slot at {offset}")
         places.append((position[index], begin + offset, region, delta))
-    words = tuple([(position[s.node], _word(by_index[s.node], s), LETTERS.index(s.letter)) for s in template.numbers])
+    words = []
+    for index, parameter, letter, _ in template.numbers:
+        begin, _ = held[index][parameter]
+        words.append((position[index], begin, LETTERS.index(letter)))
     by_graph = rebuild is not None and rebuild.is_needed
-    return module.Blocks(exec_handle, blocks, tuple(places), template.regions, words, rebuild, by_graph)
-
-
-def _word(node: Node, slot: NumberSlot) -> int:
-    """Return the offset of the number slot in the node's block."""
-    if slot.parameter < 0:
-        return GRID_AT + 4 * (-1 - slot.parameter)
-    return PARAMETERS_AT + node.parameters[slot.parameter][0]
+    return module.Blocks(exec_handle, blocks, tuple(places), template.regions, tuple(words), rebuild, by_graph)
 
 
 def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:

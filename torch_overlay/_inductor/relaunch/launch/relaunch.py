@@ -26,7 +26,7 @@ Note [A relaunch]
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
@@ -140,21 +140,6 @@ def _recipe(
 live_relaunches: weakref.WeakSet[Relaunch] = weakref.WeakSet()
 
 
-class Launchable(Protocol):
-    """The graph of a state: a `Relaunch`, a `Split` into several, or one of these `Verified`. `try_launch`: as that of
-    a `Relaunch`, if there is one."""
-
-    try_launch: Callable[[list[Any]], tuple[Any, ...] | None] | None
-
-    @property
-    def stages(self) -> Sequence[Relaunch]: ...
-
-    def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]: ...
-
-    def forget(self) -> None:
-        """Drop what no launch needs."""
-
-
 class Relaunch:
     """A captured region that can be launched. `launch(inputs, originals)` is bound to the layout; `originals` are the
     caller's tensors where inputs are copies. `try_launch(inputs)` returns None if the graph can't be launched.
@@ -173,7 +158,6 @@ class Relaunch:
         alignments: Sequence[int],
     ) -> None:
         self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments
-        self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.call = bind(self)
         self.launch, self.try_launch = self.call.launch, self.call.try_launch
         live_relaunches.add(self)
@@ -187,6 +171,7 @@ class Relaunch:
         return self.launcher.template
 
     def forget(self) -> None:
+        """Drop what no launch needs."""
         self.launcher.forget()
 
     @property

@@ -23,20 +23,8 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.launch.executable import Launcher
-    from torch_overlay._inductor.relaunch.launch.relaunch import Launchable
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
-
-
-def launchable(
-    device: Cuda,
-    arrangement: Arrangement,
-    launchers: Sequence[Launcher],
-    alignments: Sequence[int],
-) -> Relaunch | Split:
-    if arrangement.stages:
-        return Split(device, arrangement, launchers, alignments)
-    (launcher,) = launchers
-    return Relaunch(device, arrangement.layout, launcher, alignments)
+    from torch_overlay._inductor.relaunch.verify import Launchable
 
 
 class Split:
@@ -51,11 +39,11 @@ class Split:
     ) -> None:
         self.device, self.layout, self.template = device, arrangement.layout, arrangement.template
         layout = self.layout
-        self.region = {position: region for region, position in enumerate(layout.inputs)}
+        regions = frozenset(layout.inputs)
         self.steps = []
         self.stages: list[Relaunch] = []
         for stage, launcher in zip(arrangement.stages, launchers, strict=True):
-            aligned = [alignments[slot] if slot in self.region else 1 for slot in stage.takes]
+            aligned = [alignments[slot] if slot in regions else 1 for slot in stage.takes]
             relaunch = Relaunch(device, stage.layout, launcher, aligned)
             self.stages.append(relaunch)
             self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))

@@ -251,8 +251,7 @@ for _kind, _base in ((FollowedInt, int), (FollowedFloat, float)):
 
 
 class NumberUse(NamedTuple):
-    """A parameter of a node that is an expression of numbers, or a dimension of its grid, with the numbers and letters
-    of a `NumberSlot`."""
+    """A `NumberSlot` of a node that is known by its handle yet."""
 
     handle: int
     parameter: int
@@ -282,33 +281,21 @@ def slots_of(uses: Sequence[NumberUse], numbers: Mapping[int, Any], graph: Captu
             expected = pack(slot.letter, evaluate(slot.expression, numbers))
         except Unfit as error:
             raise NumberEscaped(inputs_of([slot.expression]), str(error)) from None
-        if not isinstance(node, KernelNode) or _held(node, slot) != expected:
+        held = node.parameters[slot.parameter][1] if slot.parameter < len(node.parameters) else None
+        if not isinstance(node, KernelNode) or held != expected:
             raise NumberEscaped(inputs_of([slot.expression]), f"a parameter of {node.name} is not what was computed")
         found.append(slot)
     return tuple(found)
-
-
-def _held(node: KernelNode, slot: NumberSlot) -> bytes | None:
-    if slot.parameter < 0:
-        return pack(slot.letter, node.grid[-1 - slot.parameter])
-    return node.parameters[slot.parameter][1] if slot.parameter < len(node.parameters) else None
 
 
 def with_numbers_of(graph: CapturedGraph, like: CapturedGraph, slots: Sequence[NumberSlot]) -> CapturedGraph:
     """Return the graph with the parameters of another one where number slots are: for the proof, they are equal."""
     nodes = list(graph.nodes)
     for slot in slots:
-        node, other = nodes[slot.node], like.nodes[slot.node]
-        assert isinstance(node, KernelNode) and isinstance(other, KernelNode)
-        if slot.parameter < 0:
-            x, y, z = (
-                theirs if axis == -1 - slot.parameter else ours
-                for axis, (ours, theirs) in enumerate(zip(node.grid, other.grid))
-            )
-            nodes[slot.node] = dataclasses.replace(node, grid=(x, y, z))
-            continue
+        node = nodes[slot.node]
+        assert isinstance(node, KernelNode)
         values = list(node.parameters)
-        values[slot.parameter] = other.parameters[slot.parameter]
+        values[slot.parameter] = like.nodes[slot.node].parameters[slot.parameter]
         nodes[slot.node] = dataclasses.replace(node, parameters=tuple(values))
     return dataclasses.replace(graph, nodes=tuple(nodes))
 

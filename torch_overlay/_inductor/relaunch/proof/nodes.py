@@ -135,7 +135,7 @@ class PointerSlot(NamedTuple):
 
 class NumberSlot(NamedTuple):
     """A parameter of a kernel node that a launch computes from the region's numbers, by an expression. `letter` has the
-    parameter's type. A parameter of -1, -2 or -3 is the grid's first, second or third dimension."""
+    parameter's type."""
 
     node: int
     parameter: int
