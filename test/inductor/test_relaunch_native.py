@@ -25,7 +25,7 @@ from stand_ins import c_module, relaunch_driver
 from stand_ins.relaunch_driver import At, kernel, Patched, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import make_blocks
@@ -810,7 +810,7 @@ class TestBuild(TestCase):
                 with self.assertRaisesRegex(Unprovable, r"no compiler.* a C compiler \(gcc,"):
                     executable.implementation()
             with self.assertRaisesRegex(csrc.NotBuiltError, "no compiler"):
-                NativeDriver(mock.Mock())
+                Driver(mock.Mock())
         build.assert_called_once_with()
 
     def test_driver_that_is_missing_or_too_old_is_named(self):
@@ -897,7 +897,7 @@ class TestOnAGpu(TestCase):
             for address, size in space.allocations():
                 segments.append(Segment(address, size, at.get(address, 3), 0 if address in at else scratch))
                 scratch += 0 if address in at else size
-            captured = read.read(graph, segments, space.low, space.high, driver=NativeDriver())
+            captured = read.read(graph, segments, space.low, space.high, driver=Driver())
             return space, graph, captured, scratch
 
         warm = [torch.ones(1000, device="cuda") for _ in range(3)]

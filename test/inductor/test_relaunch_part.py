@@ -31,18 +31,13 @@ class Api:
         self.graphs[new] = [n + 1000 * new for n in self.graphs[int(graph)]]
         return self.answer("clone", self.real.CUgraph(new))
 
-    def cuGraphGetNodes(self, graph, count):
-        nodes = self.graphs[int(graph)]
-        return self.answer("nodes", [self.real.CUgraphNode(n) for n in nodes][:count], len(nodes))
-
-    def cuGraphNodeFindInClone(self, node, graph):
-        return self.answer("find", self.real.CUgraphNode(int(node) + 1000 * int(graph)))
-
-    def cuGraphDestroyNode(self, node):
-        for nodes in self.graphs.values():
-            if int(node) in nodes:
-                nodes.remove(int(node))
-        return self.answer("destroy")
+    def cut(self, graph, clone, wanted):
+        """Of the C module."""
+        if self.fail == "cut":
+            raise DriverError("cuGraphDestroyNode", 2, "OUT_OF_MEMORY")
+        found = {node: node + 1000 * clone for node in self.graphs[graph] if node in wanted}
+        self.graphs[clone] = [*found.values()]
+        return found
 
     def cuGraphInstantiate(self, graph, flags):
         assert flags == 0
@@ -60,7 +55,7 @@ class Api:
 
 class TestPart(unittest.TestCase):
     def part(self, api, nodes):
-        return Part(1, nodes, SimpleNamespace(device="cuda"), Driver(api))
+        return Part(1, nodes, SimpleNamespace(device="cuda"), Driver(api, api))
 
     def test_clone_keeps_its_own_nodes_alone(self):
         api = Api()
@@ -85,7 +80,7 @@ class TestPart(unittest.TestCase):
         del made
 
     def test_nothing_stays_of_one_that_could_not_be_made(self):
-        for function in ("find", "destroy", "instantiate"):
+        for function in ("cut", "instantiate"):
             with self.subTest(function):
                 api = Api(fail=function)
                 with self.assertRaisesRegex(DriverError, "OUT_OF_MEMORY"):

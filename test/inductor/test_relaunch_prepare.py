@@ -35,7 +35,7 @@ class TestPrepare(TestCase):
     def fakes(self, **how):
         """Nothing is loaded; a call of each is noted."""
         self.fake(executable, "implementation", new=lambda: self.done.append("module"))
-        self.fake(device, "NativeDriver", new=lambda: self.done.append("bindings"))
+        self.fake(device, "Driver", new=lambda: self.done.append("bindings"))
         return self.fake(fill_copy_kernels, "_function", return_value=1, **how)
 
     def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):

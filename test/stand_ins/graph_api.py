@@ -2,7 +2,6 @@
 
 import ctypes
 
-from stand_ins.captured_words import u64
 from torch_overlay._inductor.relaunch.graph import driver as cu
 
 
@@ -15,7 +14,7 @@ class FakeApi:
         from cuda.bindings import driver
 
         self.real = driver
-        self.kind, self.params, self.edge_list, self.functions, self.kernels = {}, {}, [], {}, {}
+        self.kind, self.params, self.edge_list, self.functions = {}, {}, [], {}
         self.host_memory, self.device_memory = set(), set()
         self.keep, self.next_handle, self.forbidden = [], 0x5000, set()
 
@@ -51,17 +50,13 @@ class FakeApi:
             offset += size
         self.functions[func] = (name, layout)
 
-    def kernel(self, func, *values, after=(), packed=None, kern=0, grid=(2, 3, 4)):
+    def kernel(self, func, *values, after=(), grid=(2, 3, 4)):
         params = self.real.CUDA_KERNEL_NODE_PARAMS()
-        params.func, params.kern = self.real.CUfunction(func), self.real.CUkernel(kern)
+        params.func = self.real.CUfunction(func)
         params.gridDimX, params.gridDimY, params.gridDimZ = grid
         params.blockDimX, params.blockDimY, params.blockDimZ = 32, 2, 1
         params.sharedMemBytes = 48
-        if packed is not None:
-            size = self.bytes_at(u64(len(packed)))
-            params.extra = self.array([2, size, 1, self.bytes_at(packed), 0])
-        else:
-            params.kernelParams = self.array([self.bytes_at(v) for v in values])
+        params.kernelParams = self.array([self.bytes_at(v) for v in values])
         return self.new(cu.KERNEL, params, after)
 
     def memset(self, dst, *, value=0, element_size=4, width=4, height=1, pitch=0, after=()):
@@ -95,6 +90,21 @@ class FakeApi:
         assert isinstance(graph, self.real.CUgraph)
         return self.ok([self.real.CUgraphNode(n) for n in self.kind][:count], len(self.kind))
 
+    # Those that the C module reads a graph by.
+
+    def structure(self, graph):
+        return [*self.kind], [*self.kind.values()], [(u, v, kind == "plain") for u, v, kind in self.edge_list]
+
+    def kernels(self, nodes):
+        return [self.described(self.params[node]) for node in nodes]
+
+    def described(self, p):
+        name, layout = self.functions[int(p.func)]
+        addresses = (ctypes.c_void_p * len(layout)).from_address(p.kernelParams) if layout else ()
+        values = [(at, ctypes.string_at(address, size)) for (at, size), address in zip(layout, addresses)]
+        grid, block = (p.gridDimX, p.gridDimY, p.gridDimZ), (p.blockDimX, p.blockDimY, p.blockDimZ)
+        return int(p.func), int(p.kern), int(p.ctx), grid, block, p.sharedMemBytes, name, tuple(values)
+
     def cuStreamGetCaptureInfo(self, stream):
         active = self.real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         none = self.real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -115,23 +125,10 @@ class FakeApi:
             data.append(edge)
         return self.ok(before, after, data, len(self.edge_list))
 
-    def cuGraphNodeGetType(self, node):
-        return self.ok(self.real.CUgraphNodeType(self.kind[int(node)]))
-
     def get_params(self, node):
         return self.ok(self.params[int(node)])
 
-    cuGraphKernelNodeGetParams = cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams = get_params
-
-    def cuKernelGetFunction(self, kernel):
-        return (
-            self.ok(self.real.CUfunction(self.kernels[int(kernel)]))
-            if int(kernel) in self.kernels
-            else self.invalid(None)
-        )
-
-    def cuFuncGetName(self, func):
-        return self.ok(self.functions[int(func)][0].encode())
+    cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams = get_params
 
     def cuFuncGetParamInfo(self, func, index):
         layout = self.functions[int(func)][1]

@@ -8,7 +8,6 @@ would wait for the device; the loss of one more step says whether those were rig
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import statistics
@@ -100,7 +99,7 @@ def watch_captures() -> Counter[str]:
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
 
-    seen, reader = Counter(captures=0, nodes=0), Driver(importlib.import_module("cuda.bindings.driver"))
+    seen, reader = Counter(captures=0, nodes=0), Driver()
 
     def note(graph: torch.cuda.CUDAGraph) -> None:
         if nodes := reader.count(graph.raw_cuda_graph()):

@@ -111,7 +111,7 @@ typedef struct {
 
 typedef struct {
     Handle func, kern;
-    PyObject *name;
+    PyObject *name, *refusal; /* refusal: why the driver doesn't describe it, and there is no name */
     Parameter *parameter;
     size_t count, end;
 } Function;
@@ -125,37 +125,44 @@ static void forget(Functions *functions) {
     for (size_t i = 0; i < functions->count; i++) {
         Function *each = &functions->list[i];
         Py_XDECREF(each->name);
+        Py_XDECREF(each->refusal);
         for (size_t k = 0; k < each->count; k++) Py_DECREF(each->parameter[k].number);
         PyMem_Free(each->parameter);
     }
     PyMem_Free(functions->list);
 }
 
-/* Asks the driver for the function's name and parameters. 0: done; if the driver doesn't know, there is no name. -1: a
-   Python error. */
+/* Asks the driver for the function's name and parameters. Returns 0, or -1 with a Python error. */
 static int describe(Function *each) {
     Handle function = each->func;
-    const char *name = NULL;
+    const char *name = NULL, *what = "cuKernelGetFunction";
     size_t capacity = 0, offset = 0, size = 0;
-    int code;
-    if ((!function && cu.KernelGetFunction(&function, each->kern)) || cu.FuncGetName(&name, function) || !name)
-        return 0;
-    while (!(code = cu.FuncGetParamInfo(function, each->count, &offset, &size))) {
-        if (each->count == capacity) {
-            Parameter *grown = PyMem_Realloc(each->parameter, (capacity = 2 * capacity + 8) * sizeof *grown);
-            if (!grown) {
-                PyErr_NoMemory();
-                return -1;
-            }
-            each->parameter = grown;
-        }
-        Parameter made = {offset, size, PyLong_FromSize_t(offset)};
-        if (!made.number) return -1;
-        each->parameter[each->count++] = made;
-        if (offset + size > each->end) each->end = offset + size;
+    int code = function ? 0 : cu.KernelGetFunction(&function, each->kern);
+    if (!code) {
+        what = "cuFuncGetName";
+        code = cu.FuncGetName(&name, function);
     }
-    if (code != INVALID_VALUE) return 0;
-    return (each->name = PyUnicode_FromString(name)) ? 0 : -1;
+    if (!code) {
+        what = "cuFuncGetParamInfo";
+        while (!(code = cu.FuncGetParamInfo(function, each->count, &offset, &size))) {
+            if (each->count == capacity) {
+                Parameter *grown = PyMem_Realloc(each->parameter, (capacity = 2 * capacity + 8) * sizeof *grown);
+                if (!grown) {
+                    PyErr_NoMemory();
+                    return -1;
+                }
+                each->parameter = grown;
+            }
+            Parameter made = {offset, size, PyLong_FromSize_t(offset)};
+            if (!made.number) return -1;
+            each->parameter[each->count++] = made;
+            if (offset + size > each->end) each->end = offset + size;
+        }
+        if (code == INVALID_VALUE) return (each->name = PyUnicode_FromString(name ? name : "")) ? 0 : -1;
+    }
+    each->refusal = PyUnicode_FromFormat("the driver doesn't describe the kernel: CUDA driver error in %s: %s (%d)",
+                                         what, text_of(code), code);
+    return each->refusal ? 0 : -1;
 }
 
 static Function *find(Functions *functions, Handle func, Handle kern) {
@@ -173,18 +180,23 @@ static Function *find(Functions *functions, Handle func, Handle kern) {
         functions->capacity = capacity;
     }
     each = &functions->list[functions->count++];
-    *each = (Function){func, kern, NULL, NULL, 0, 0};
+    *each = (Function){func, kern, NULL, NULL, NULL, 0, 0};
     return describe(each) ? NULL : each;
 }
 
-/* 1 if the node holds a value for each of the function's parameters. `base` becomes that of a packed block, or NULL. */
-static int is_complete(const KernelParams *params, const Function *function, char **base) {
+/* Finds the packed block of the node's parameters; NULL if it holds an array of addresses. Returns NULL; or a message
+   if there is no value for each parameter, and `missing` is the one, or -1. */
+static PyObject *find_block(const KernelParams *params, const Function *function, char **base, Py_ssize_t *missing) {
     size_t size = 0;
     *base = NULL;
+    *missing = -1;
     if (function->count && params->arguments) {
         for (size_t k = 0; k < function->count; k++)
-            if (!params->arguments[k]) return 0;
-        return 1;
+            if (!params->arguments[k]) {
+                *missing = (Py_ssize_t)k;
+                return PyUnicode_FromString("no value");
+            }
+        return NULL;
     }
     for (void **extra = params->extra; extra && *extra != (void *)END; extra += 2) {
         if (*extra == (void *)BUFFER_POINTER)
@@ -192,26 +204,26 @@ static int is_complete(const KernelParams *params, const Function *function, cha
         else if (*extra == (void *)BUFFER_SIZE)
             size = extra[1] ? *(size_t *)extra[1] : 0;
         else
-            return 0;
+            return PyUnicode_FromFormat("launch option 0x%x is not known", (unsigned)(uintptr_t)*extra);
     }
-    return function->count ? *base && function->end <= size : !size;
+    if (!function->count)
+        return size ? PyUnicode_FromFormat("%zu bytes of parameters, but the driver reports no layout", size) : NULL;
+    if (!*base) return PyUnicode_FromFormat("%zu parameters, but the node holds none", function->count);
+    if (function->end <= size) return NULL;
+    return PyUnicode_FromFormat("a block of %zu bytes for parameters that end at %zu", size, function->end);
 }
 
-/* Returns a new tuple of (offset, value), or None if the node holds its values in an unknown form. */
-static PyObject *values_of(const KernelParams *params, const Function *function) {
-    char *base;
-    PyObject *values;
-    if (!is_complete(params, function, &base)) Py_RETURN_NONE;
-    if (!(values = PyTuple_New((Py_ssize_t)function->count))) return NULL;
-    for (size_t k = 0; k < function->count; k++) {
+/* Returns a new tuple of (offset, value). */
+static PyObject *values_of(const KernelParams *params, const Function *function, const char *base) {
+    PyObject *values = PyTuple_New((Py_ssize_t)function->count);
+    for (size_t k = 0; values && k < function->count; k++) {
         const Parameter *each = &function->parameter[k];
         const char *at = base ? base + each->offset : params->arguments[k];
         PyObject *value = Py_BuildValue("Oy#", each->number, at, (Py_ssize_t)each->size);
-        if (!value) {
-            Py_DECREF(values);
-            return NULL;
-        }
-        PyTuple_SET_ITEM(values, (Py_ssize_t)k, value);
+        if (!value)
+            Py_CLEAR(values);
+        else
+            PyTuple_SET_ITEM(values, (Py_ssize_t)k, value);
     }
     return values;
 }
@@ -219,15 +231,21 @@ static PyObject *values_of(const KernelParams *params, const Function *function)
 static PyObject *kernel_of(Functions *functions, Handle node) {
     KernelParams p;
     Function *function;
-    PyObject *values;
+    PyObject *message;
+    char *base;
+    Py_ssize_t missing;
+    int code;
     memset(&p, 0, sizeof p);
-    if (cu.GraphKernelNodeGetParams(node, &p)) Py_RETURN_NONE;
+    if ((code = cu.GraphKernelNodeGetParams(node, &p))) return driver_error(code, "cuGraphKernelNodeGetParams");
     if (!(function = find(functions, p.func, p.kern))) return NULL;
-    if (!function->name) Py_RETURN_NONE;
-    if (!(values = values_of(&p, function)) || values == Py_None) return values;
+    if (function->refusal) return Py_BuildValue("zzO", NULL, NULL, function->refusal);
+    if ((message = find_block(&p, function, &base, &missing)))
+        return missing < 0 ? Py_BuildValue("OzN", function->name, NULL, message)
+                           : Py_BuildValue("OnN", function->name, missing, message);
+    if (PyErr_Occurred()) return NULL;
     return Py_BuildValue("NNN(III)(III)ION", handle_of(p.func), handle_of(p.kern), handle_of(p.ctx), p.grid[0],
                          p.grid[1], p.grid[2], p.block[0], p.block[1], p.block[2], p.shared_bytes, function->name,
-                         values);
+                         values_of(&p, function, base));
 }
 
 static PyObject *py_kernels(PyObject *module, PyObject *arg) {
@@ -298,7 +316,8 @@ static PyObject *py_count(PyObject *module, PyObject *arg) {
 static PyMethodDef methods[] = {
     {"count", py_count, METH_O, "count(graph): of nodes"},
     {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
-    {"kernels", py_kernels, METH_O, "kernels(nodes): what each of these kernel nodes launches"},
+    {"kernels", py_kernels, METH_O,
+     "kernels(nodes): what each of these kernel nodes launches, or why that is not known"},
     {"cut", py_cut, METH_VARARGS, "cut(graph, clone, wanted): takes the other nodes out of the clone"},
     {NULL}};
 

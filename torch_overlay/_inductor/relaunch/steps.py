@@ -25,7 +25,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
-import functools
 import math
 import threading
 import types
@@ -43,7 +42,7 @@ from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES
-from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, POINTER_LETTER, replaced, show
+from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, LaunchedBy, POINTER_LETTER, replaced, show
 from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, plain, Traced
 from torch_overlay._inductor.relaunch.proof.functions import binary_of
 
@@ -259,17 +258,6 @@ class _OnStream:
         return id(self.kernel)
 
 
-class _Launched:
-    """Stands for a kernel among the globals of generated code."""
-
-    def __init__(self, kernel: Any, follower: Follower) -> None:
-        self._kernel = kernel
-        self.run = functools.partial(follower.launch, kernel)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-
 class _Noted:
     """Stands for a function, or for what has functions, such as `extern_kernels` and `torch.ops.aten`."""
 
@@ -349,7 +337,7 @@ def stand_ins(model: Any, namespace: dict[str, Any], follower: Follower) -> dict
             elif value is extern_kernels or isinstance(value, (torch._ops._OpNamespace, *OPERATORS)):
                 made[name] = _Noted(value, follower)
             elif hasattr(value, "run") and not isinstance(value, types.ModuleType):
-                made[name] = _Launched(value, follower)
+                made[name] = LaunchedBy(value, follower.launch)
             elif value is math or name in UNNOTED or _is_own(value, namespace) or name not in namespace:
                 continue
             elif callable(value) and not isinstance(value, type):

@@ -1,6 +1,6 @@
 """Find the races of a captured CUDA graph (`check_graph`) from its nodes and edges; nothing runs.
 
-    graph = relaunch.graph.read.read(raw_graph, segments, low, high, driver=NativeDriver())
+    graph = relaunch.graph.read.read(raw_graph, segments, low, high, driver=Driver())
     print(check_graph(graph, inputs={0, 1}, names={0: "x", 1: "weight", 2: "scratch"}))
 
 Two nodes that no path of edges connects may run at the same time. The memory that a node accesses follows from its
@@ -70,11 +70,12 @@ def check_graph(
     if isinstance(raw_graph, CapturedGraph):
         graph = raw_graph
     else:
-        from torch_overlay._functorch.offload import runtime
-        from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+        from torch_overlay._inductor.relaunch import attachments
+        from torch_overlay._inductor.relaunch.graph.driver import Driver
         from torch_overlay._inductor.relaunch.graph.read import read
 
-        graph = read(raw_graph, segments, low, high, driver=NativeDriver(), keeps=runtime.holds)
+        attachments.attach()
+        graph = read(raw_graph, segments, low, high, driver=Driver())
     order = _order(graph)
     before = orders.all_before(order, orders.directly_after(order, graph.edges))
     touches = list(_touches(graph, kernels or {}))

@@ -32,11 +32,10 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import keys
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
-from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import Launcher, upload
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
-    from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
 
@@ -63,7 +61,7 @@ log = logging.getLogger(__name__)
 def prepare(device: int) -> None:
     """Load all that a capture on the current device needs. Raises what the loader raises where there is no driver."""
     executable.implementation()
-    NativeDriver()
+    Driver()
     try:
         fill_copy_kernels.prepare(device)
     except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it
@@ -111,7 +109,7 @@ class Cuda:
 
     @functools.cached_property
     def driver(self) -> Driver:
-        return NativeDriver()
+        return Driver()
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
@@ -174,17 +172,10 @@ class Cuda:
 
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=keys.holds).kept:
+        for kept in tidy.tidy(captured.recording.graph, driver=self.driver):
             log.info("stays in the graph as it is: %s", kept)
         space = captured.recording.space
-        graph = graphs.read(
-            captured.recording.graph,
-            captured.segments,
-            space.low,
-            space.high,
-            driver=self.driver,
-            keeps=keys.holds,
-        )
+        graph = graphs.read(captured.recording.graph, captured.segments, space.low, space.high, driver=self.driver)
         check_libraries(graph)
         return graph
 
@@ -194,7 +185,7 @@ class Cuda:
         return prove(
             *graphs_read,
             foreign=graphs.freed_memory(snapshot),
-            on_device=functools.partial(graphs.is_device_memory, driver=self.driver),
+            on_device=self.driver.is_device_memory,
             signatures=signatures_of(namespace),
         )
 
@@ -216,7 +207,7 @@ class Cuda:
             letters=parameters_of(namespace) | fill_copy_kernels.letters,
             products=captured.products,
             results=captured.results,
-            is_device_memory=functools.cache(functools.partial(graphs.is_device_memory, driver=self.driver)),
+            is_device_memory=functools.cache(self.driver.is_device_memory),
             room=self._room(),
             extent=fill_copy_kernels.extent,
         )

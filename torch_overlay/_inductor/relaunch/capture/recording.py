@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
 from torch_overlay._inductor.relaunch.causes import COMMUNICATION
-from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.csrc import DriverError
@@ -45,8 +45,6 @@ from torch_overlay.csrc import DriverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-
-    from torch_overlay._inductor.relaunch.graph.driver import Driver
 
     Instead: TypeAlias = "Callable[[Hashable], torch.cuda.Stream]"
 
@@ -230,7 +228,7 @@ class Recording:
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
-            driver, stream = NativeDriver(), streams_of(self.device.index).get(0)
+            driver, stream = Driver(), streams_of(self.device.index).get(0)
             self._capturing = driver, driver.captured_into(stream.cuda_stream)
         return self._capturing
 

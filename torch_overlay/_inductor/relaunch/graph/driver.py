@@ -1,17 +1,15 @@
 """Wraps the CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
 
-A driver that reads the nodes and edges of a captured graph, or removes nodes, in one call of C instead of several
-calls of Python for each node.
-
-The C module `graph` has
+The C module `graph` reads the nodes and edges of a captured graph, or removes nodes, in one call instead of several for
+each node:
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
     kernels(nodes)      of kernel nodes: [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))]
     count(graph)            how many nodes there are
     cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; removes the others
 
-`kernels` has None for a node that it can't describe; `graph.read` then reads that one by itself, which says why. The
-driver is asked for a function's parameters once a call, not once a node. If `cut` fails, its clone must be destroyed.
+`kernels` has (name or None, number of a parameter or None, message) for a node that it can't describe. The driver is
+asked for a function's parameters once a call, not once a node. If `cut` fails, its clone must be destroyed.
 The C source is `csrc/graph_reader.c`.
 """
 
@@ -78,19 +76,19 @@ def kind_of(data: Any) -> tuple[int, int, int]:
 
 
 class Driver:
-    """The driver, asked node by node. `api` is the module cuda.bindings.driver, or a test's replacement."""
+    """The driver: `api` is the module cuda.bindings.driver, and `fast` the C module, or a test's replacements. Raises
+    `csrc.NotBuiltError` if that can't be built."""
 
-    def __init__(self, api: Any = None) -> None:
+    def __init__(self, api: Any = None, fast: Any = None) -> None:
         self.api = api or importlib.import_module("cuda.bindings.driver")
+        self.fast = fast or csrc.extension().graph
 
     def structure(self, graph: int) -> Structure:
-        nodes = self.nodes(graph)
-        return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
+        nodes, kinds, edges = self.fast.structure(graph)
+        return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
 
-    def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
-        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, or None for a node
-        that is to be read by itself: `kernel`, `name` and `layout`."""
-        return [None] * len(nodes)
+    def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+        return self.fast.kernels(nodes)
 
     def call(self, function: str, *args: Any) -> Any:
         """Call a driver function, and return its values without the error code: None, one value, or a tuple of
@@ -110,7 +108,7 @@ class Driver:
 
     def count(self, graph: int) -> int:
         """Return the number of nodes."""
-        return int(self.call("cuGraphGetNodes", self.api.CUgraph(graph), 0)[1])
+        return self.fast.count(graph)
 
     def captured_into(self, stream: int) -> int:
         """Return the graph that a stream is captured into; 0 if it isn't captured."""
@@ -121,9 +119,6 @@ class Driver:
         status = self.call("cuStreamIsCapturing", self.api.CUstream(stream))
         return int(status) == CAPTURE_INVALIDATED
 
-    def edges(self, graph: int) -> list[Edge]:
-        return [Edge(u, v, kind_of(data) == PLAIN) for (u, v), data in self.edge_data(graph).items()]
-
     def edge_data(self, graph: int) -> dict[tuple[int, int], Any]:
         """Return (before, after) -> the driver's data of the edge, which say what kind of dependency it is."""
         handle = self.api.CUgraph(graph)
@@ -132,15 +127,6 @@ class Driver:
             return {}
         before, after, data, _ = self.call("cuGraphGetEdges", handle, count)
         return {(int(u), int(v)): d for u, v, d in zip(before, after, data, strict=True)}
-
-    def kind(self, node: int) -> int:
-        try:
-            return int(self.call("cuGraphNodeGetType", self.api.CUgraphNode(node)))
-        except ValueError:  # newer than cuda.bindings
-            return UNKNOWN
-
-    def kernel(self, node: int) -> Any:
-        return self.call("cuGraphKernelNodeGetParams", self.api.CUgraphNode(node))
 
     def memset(self, node: int) -> Any:
         return self.call("cuGraphMemsetNodeGetParams", self.api.CUgraphNode(node))
@@ -166,14 +152,6 @@ class Driver:
         params.WidthInBytes, params.Height, params.Depth = copy.width, copy.height, copy.depth
         self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
 
-    def function_of(self, kernel: int) -> int:
-        """Return the CUfunction of a CUkernel in the current context."""
-        return int(self.call("cuKernelGetFunction", self.api.CUkernel(kernel)))
-
-    def name(self, func: int) -> str:
-        name = self.call("cuFuncGetName", self.api.CUfunction(func))
-        return name.decode() if isinstance(name, bytes) else str(name)
-
     def layout(self, func: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, size) of each of the function's parameters in its packed block."""
         found = []
@@ -193,6 +171,11 @@ class Driver:
             return int(self.call("cuPointerGetAttribute", attribute, self.api.CUdeviceptr(address)))
         except DriverError:
             return 0
+
+    def is_device_memory(self, address: int) -> bool:
+        """True if the driver knows the address as device memory. That includes the state of random generators, which a
+        capture has outside of its range."""
+        return self.memory_kind(address) == MEMORY_DEVICE
 
     def add_kernel(self, graph: int, before: list[int], params: Any) -> int:
         nodes = [self.api.CUgraphNode(n) for n in before]
@@ -225,21 +208,12 @@ class Driver:
 
     def part(self, graph: int, wanted: set[int]) -> tuple[int, dict[int, int]]:
         """Return a clone that has only the wanted nodes, and node -> its handle in the clone."""
-        clone, handles = self.clone(graph), {}
+        clone = self.clone(graph)
         try:
-            for node in self.nodes(graph):
-                found = self.in_clone(node, clone)
-                if node in wanted:
-                    handles[node] = found
-                else:
-                    self.destroy(found)
+            return clone, self.fast.cut(graph, clone, wanted)
         except BaseException:
             self.destroy_graph(clone)
             raise
-        return clone, handles
-
-    def in_clone(self, node: int, clone: int) -> int:
-        return int(self.call("cuGraphNodeFindInClone", self.api.CUgraphNode(node), self.api.CUgraph(clone)))
 
     def instantiate(self, graph: int) -> int:
         return int(self.call("cuGraphInstantiate", self.api.CUgraph(graph), 0))
@@ -252,36 +226,3 @@ class Driver:
 
     def destroy_graph(self, graph: int) -> None:
         self.call("cuGraphDestroy", self.api.CUgraph(graph))
-
-
-class NativeDriver(Driver):
-    """What fails in C is done again node by node, which raises the error with more detail. `fast` is the C module, or a
-    test's replacement. Raises `csrc.NotBuiltError` if it can't be built."""
-
-    def __init__(self, api: Any = None, fast: Any = None) -> None:
-        super().__init__(api)
-        self.fast = fast or csrc.extension().graph
-
-    def structure(self, graph: int) -> Structure:
-        try:
-            nodes, kinds, edges = self.fast.structure(graph)
-        except RuntimeError:
-            return super().structure(graph)
-        return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
-
-    def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
-        return self.fast.kernels(nodes)
-
-    def count(self, graph: int) -> int:
-        try:
-            return self.fast.count(graph)
-        except RuntimeError:
-            return super().count(graph)
-
-    def part(self, graph: int, wanted: set[int]) -> tuple[int, dict[int, int]]:
-        clone = self.clone(graph)
-        try:
-            return clone, self.fast.cut(graph, clone, wanted)
-        except RuntimeError:
-            self.destroy_graph(clone)
-        return super().part(graph, wanted)

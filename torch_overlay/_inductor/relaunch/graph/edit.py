@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.csrc import DriverError
@@ -29,17 +29,6 @@ class KernelLaunch:
     block: tuple[int, int, int]
     shared_bytes: int
     arguments: tuple[bytes, ...]
-
-
-class PlainKernels(Protocol):
-    """The kernels that `tidy` puts in place of memset and memcpy nodes; the module `graph.fill_copy_kernels` has
-    them."""
-
-    def fill(self, target: int, value: int, element_size: int, count: int) -> KernelLaunch: ...
-
-    def copy(self, target: int, source: int, size: int) -> KernelLaunch: ...
-
-    def prepare(self, device: int) -> None: ...
 
 
 class Editor:
@@ -78,10 +67,8 @@ class Editor:
             del self.before[other][node]
             self.before[other][new] = None
 
-    def remove_implied_edges(self) -> int:
-        implied = implied_edges(self.after)
-        self.driver.remove_edges(self.graph, implied)
-        return len(implied)
+    def remove_implied_edges(self) -> None:
+        self.driver.remove_edges(self.graph, implied_edges(self.after))
 
 
 def kernel_params(api: Any, launch: KernelLaunch, array: ctypes.Array[ctypes.c_void_p]) -> Any:

@@ -10,10 +10,10 @@ the memory: its address is a constant of the graph.
 from __future__ import annotations
 
 import bisect
-import ctypes
 import functools
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor.relaunch import keys
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -26,16 +26,12 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     Segment,
     Unprovable,
 )
-from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
-
-# Keys of the `extra` array of a launch: pairs of key and value.
-PARAM_END, PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 0, 1, 2
 
 ADVICE = {
     cu.HOST: "a host function was called in the region",
@@ -48,10 +44,6 @@ ADVICE = {
 }
 
 
-def never(address: int) -> bool:
-    return False
-
-
 def read(
     graph: Any,
     segments: Iterable[Segment],
@@ -59,43 +51,36 @@ def read(
     high: int,
     *,
     driver: Driver,
-    keeps: Callable[[int], bool] = never,
 ) -> CapturedGraph:
     """Return the graph as plain data. `graph` is a torch.cuda.CUDAGraph(keep_graph=True) after its capture, or its
-    handle. `keeps(address)` says whether host memory stays where it is for as long as there are graphs."""
+    handle."""
     graph_nodes, kinds, graph_edges = driver.structure(handle_of(graph))
-    reader = _GraphReader(driver, keeps)
     kernels = iter(driver.kernels([node for node, kind in zip(graph_nodes, kinds) if kind == cu.KERNEL]))
     nodes: list[Node] = []
     for index, (node, kind) in enumerate(zip(graph_nodes, kinds)):
-        if kind == cu.KERNEL and (known := next(kernels)) is not None:
-            func, kern, ctx, grid, block, shared_bytes, name, values = known
-            nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, values))
-        else:
-            nodes.append(reader.node(index, node, kind))
+        if kind != cu.KERNEL:
+            nodes.append(_other_node(driver, index, node, kind))
+            continue
+        match next(kernels):
+            case (name, parameter, message):
+                where = f"{index} ({name})" if name is not None else str(index)
+                raise Unprovable("layout", message, node=where, parameter=parameter)
+            case (func, kern, ctx, grid, block, shared_bytes, name, values):
+                nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, values))
     number = {node: index for index, node in enumerate(graph_nodes)}
     edges = tuple(sorted([(number[edge.before], number[edge.after]) for edge in graph_edges]))
     return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high)
 
 
-def is_device_memory(address: int, *, driver: Driver) -> bool:
-    """True if the driver knows the address as device memory, for `prove.prove(on_device=...)`. That includes the state
-    of random generators, which a capture has outside of its range."""
-    return driver.memory_kind(address) == cu.MEMORY_DEVICE
-
-
-def freed_memory(
-    snapshot: Callable[[], Iterable[dict[str, Any]]] | Iterable[dict[str, Any]],
-) -> Callable[[int], bool]:
+def freed_memory(snapshot: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[int], bool]:
     """Return a predicate for `prove.prove(foreign=...)`: is the address in a free block of the caching allocator?
-    `snapshot` is torch.cuda.memory_snapshot() after both captures, or better a function that returns it, which is
-    called only if there is an address to ask about: seldom."""
+    `snapshot` is torch.cuda.memory_snapshot, which is called only if there is an address to ask about: seldom."""
 
     @functools.cache
     def freed() -> tuple[list[int], list[int]]:
         blocks = sorted(
             (block["address"], block["address"] + block["size"])
-            for segment in (snapshot() if callable(snapshot) else snapshot)
+            for segment in snapshot()
             for block in segment["blocks"]
             if block["state"] == "inactive"
         )
@@ -109,107 +94,30 @@ def freed_memory(
     return inside
 
 
-class _GraphReader:
-    def __init__(self, driver: Driver, keeps: Callable[[int], bool]) -> None:
-        self.driver, self.keeps = driver, keeps
-        self.functions: dict[tuple[int, int], tuple[str, tuple[tuple[int, int], ...]]] = {}
-
-    def node(self, index: int, handle: int, kind: int) -> Node:
-        if kind == cu.KERNEL:
-            return self.kernel(index, handle)
-        if kind == cu.MEMSET:
-            p = self.driver.memset(handle)
-            return FillNode(
-                index=index,
-                handle=handle,
-                dst=int(p.dst),
-                value=int(p.value),
-                element_size=int(p.elementSize),
-                width=int(p.width),
-                height=int(p.height),
-                pitch=int(p.pitch),
-            )
-        if kind == cu.MEMCPY:
-            return copy_node(self.driver, index, handle, self.keeps)
-        if kind == cu.EMPTY:
-            return EmptyNode(index=index, handle=handle)
-        what = cu.KIND_NAMES.get(kind, cu.KIND_NAMES[cu.UNKNOWN])
-        raise Unprovable("node-kind", ADVICE.get(kind, "nodes of this kind can't be patched"), node=f"{index} ({what})")
-
-    def kernel(self, index: int, handle: int) -> KernelNode:
-        p = self.driver.kernel(handle)
-        func, kern = int(p.func), int(p.kern)
-        name, layout = self._function(index, func, kern)
-        parameters = _parameters(p, layout, f"{index} ({name})")
-        return KernelNode(
+def _other_node(driver: Driver, index: int, handle: int, kind: int) -> Node:
+    """Read a node that is not a kernel's."""
+    if kind == cu.MEMSET:
+        p = driver.memset(handle)
+        return FillNode(
             index=index,
             handle=handle,
-            name=name,
-            func=func,
-            kern=kern,
-            ctx=int(p.ctx),
-            grid=(int(p.gridDimX), int(p.gridDimY), int(p.gridDimZ)),
-            block=(int(p.blockDimX), int(p.blockDimY), int(p.blockDimZ)),
-            shared_bytes=int(p.sharedMemBytes),
-            parameters=parameters,
+            dst=int(p.dst),
+            value=int(p.value),
+            element_size=int(p.elementSize),
+            width=int(p.width),
+            height=int(p.height),
+            pitch=int(p.pitch),
         )
-
-    def _function(self, index: int, func: int, kern: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-        found = self.functions.get((func, kern))
-        if found is None:
-            try:
-                function = func or self.driver.function_of(kern)
-                found = self.driver.name(function), self.driver.layout(function)
-            except DriverError as error:
-                raise Unprovable(
-                    "layout", f"the driver doesn't describe the kernel: {error}", node=str(index)
-                ) from None
-            self.functions[func, kern] = found
-        return found
+    if kind == cu.MEMCPY:
+        return copy_node(driver, index, handle)
+    if kind == cu.EMPTY:
+        return EmptyNode(index=index, handle=handle)
+    what = cu.KIND_NAMES.get(kind, cu.KIND_NAMES[cu.UNKNOWN])
+    raise Unprovable("node-kind", ADVICE.get(kind, "nodes of this kind can't be patched"), node=f"{index} ({what})")
 
 
-def _parameters(p: Any, layout: tuple[tuple[int, int], ...], node: str) -> tuple[tuple[int, bytes], ...]:
-    if not layout:
-        block = _extra_block(int(p.extra), node)[1] if p.extra else 0
-        if block:
-            raise Unprovable("layout", f"{block} bytes of parameters, but the driver reports no layout", node=node)
-        return ()
-    if p.kernelParams:
-        addresses = list((ctypes.c_void_p * len(layout)).from_address(int(p.kernelParams)))
-    elif p.extra:
-        base, size = _extra_block(int(p.extra), node)
-        if (end := max(offset + length for offset, length in layout)) > size:
-            raise Unprovable("layout", f"a block of {size} bytes for parameters that end at {end}", node=node)
-        addresses = [base + offset for offset, _ in layout]
-    else:
-        raise Unprovable("layout", f"{len(layout)} parameters, but the node holds none", node=node)
-    values = []
-    for number, ((offset, size), address) in enumerate(zip(layout, addresses)):
-        if not address:
-            raise Unprovable("layout", "no value", node=node, parameter=number)
-        values.append((offset, ctypes.string_at(address, size)))
-    return tuple(values)
-
-
-def _extra_block(extra: int, node: str) -> tuple[int, int]:
-    """Return (address, size) of the packed block that an `extra` array names."""
-    array = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
-    base = size = 0
-    at = 0
-    while key := array[at] or PARAM_END:
-        value = array[at + 1] or 0
-        if key == PARAM_BUFFER_POINTER:
-            base = value
-        elif key == PARAM_BUFFER_SIZE:
-            size = ctypes.c_size_t.from_address(value).value if value else 0
-        else:
-            raise Unprovable("layout", f"launch option {key:#x} is not known", node=node)
-        at += 2
-    return base, size
-
-
-def copy_node(driver: Driver, index: int, handle: int, keeps: Callable[[int], bool]) -> CopyNode:
-    """Read a memcpy node. Refuses what is neither in device memory nor in host memory that `keeps` its place."""
+def copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
+    """Read a memcpy node. Refuses what is neither in device memory nor in host memory that lives as long as graphs."""
     p = driver.memcpy(handle)
     sides = []
     for side in ("dst", "src"):
@@ -222,7 +130,7 @@ def copy_node(driver: Driver, index: int, handle: int, keeps: Callable[[int], bo
             kind = driver.memory_kind(address)
         elif kind == cu.MEMORY_HOST:
             address = int(getattr(p, f"{side}Host"))
-        on_host = kind == cu.MEMORY_HOST and keeps(address)
+        on_host = kind == cu.MEMORY_HOST and keys.holds(address)
         if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
             text = f"it copies {'to' if side == 'dst' else 'from'} {where}"

@@ -12,13 +12,12 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
@@ -27,7 +26,7 @@ class Part:
     deleted, which, as for torch's graphs, must not happen during a launch."""
 
     def __init__(self, graph: int, nodes: Iterable[int], owner: Any, driver: Driver | None = None) -> None:
-        self.driver, self.owner = driver or NativeDriver(), owner
+        self.driver, self.owner = driver or Driver(), owner
         self.executable = self.clone = 0
         self.clone, self.handle_of = self.driver.part(graph, set(nodes))
         try:

@@ -7,55 +7,41 @@ captures stay comparable. It keeps a node that it can't replace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
-from torch_overlay._inductor.relaunch.graph.edit import Editor, KernelLaunch, PlainKernels
-from torch_overlay._inductor.relaunch.graph.read import copy_node, never
+from torch_overlay._inductor.relaunch.graph.edit import Editor, KernelLaunch
+from torch_overlay._inductor.relaunch.graph.read import copy_node
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
 
 
-@dataclass(frozen=True)
-class TidyReport:
-    fills: int = 0
-    copies: int = 0
-    edges_removed: int = 0
-    kept: tuple[str, ...] = ()  # memset and memcpy nodes left as they are, with the reason
-
-
-def tidy(
-    graph: Any, *, driver: Driver, kernels: PlainKernels | None = None, keeps: Callable[[int], bool] = never
-) -> TidyReport:
-    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself. `keeps`: as for `read`."""
+def tidy(graph: Any, *, driver: Driver) -> list[str]:
+    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself. Return which nodes of these
+    kinds are left as they are, and why."""
     handle = handle_of(graph)
     structure = driver.structure(handle)
     foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
     if foreign:
         # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
-        return TidyReport(kept=tuple(f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign))
+        return [f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign]
     editor = Editor(driver, handle, structure)
-    done = {cu.MEMSET: 0, cu.MEMCPY: 0}
     kept = []
     for index, (node, kind) in enumerate(zip(structure.nodes, structure.kinds)):
-        if kind not in done:
+        if kind not in (cu.MEMSET, cu.MEMCPY):
             continue
         try:
-            if kernels is None:
-                kernels = _default_kernels()
-            editor.replace(node, _replacement(driver, kernels, keeps, index, node, kind))
-            done[kind] += 1
+            editor.replace(node, _replacement(driver, index, node, kind))
         except Exception as error:  # also Triton's; the node is kept
             kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
-    removed = editor.remove_implied_edges()
-    return TidyReport(fills=done[cu.MEMSET], copies=done[cu.MEMCPY], edges_removed=removed, kept=tuple(kept))
+    editor.remove_implied_edges()
+    return kept
 
 
 def set_edges(graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int]], *, driver: Driver) -> bool:
@@ -73,15 +59,9 @@ def set_edges(graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int
     return True
 
 
-def _default_kernels() -> PlainKernels:
-    from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
+def _replacement(driver: Driver, index: int, handle: int, kind: int) -> KernelLaunch:
+    from torch_overlay._inductor.relaunch.graph import fill_copy_kernels as kernels
 
-    return fill_copy_kernels
-
-
-def _replacement(
-    driver: Driver, kernels: PlainKernels, keeps: Callable[[int], bool], index: int, handle: int, kind: int
-) -> KernelLaunch:
     if kind == cu.MEMSET:
         p = driver.memset(handle)
         size, width, height = int(p.elementSize), int(p.width), int(p.height)
@@ -89,7 +69,7 @@ def _replacement(
             raise Unprovable("shape", "its rows are not adjacent")
         launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
     else:
-        node = copy_node(driver, index, handle, keeps)
+        node = copy_node(driver, index, handle)
         if node.dst_on_host or node.src_on_host:
             raise Unprovable("host-memory", "a copy engine moves saved activations beside the kernels")
         lines = node.height * node.depth

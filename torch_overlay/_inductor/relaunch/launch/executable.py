@@ -41,7 +41,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay import csrc
-from torch_overlay._inductor.relaunch.graph.driver import NativeDriver
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -57,7 +57,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
 
@@ -261,7 +260,7 @@ def settle(
     nodes = moving(template)
     if not nodes:
         return None
-    driver = driver or NativeDriver()
+    driver = driver or Driver()
     # Two halves, for the two ends of a copy.
     half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
     half = -(-half // 512) * 512
@@ -340,4 +339,4 @@ def upload(graph: Any) -> None:
     the kernels of an executable that is patched before its upload take 0.3 us longer each, at every launch (llama with
     16 layers, 265 nodes: 880 us instead of 795).
     """
-    NativeDriver().upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)
+    Driver().upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)

@@ -8,10 +8,8 @@ traced numbers and with a function in place of the one that launches: it gets wh
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
-import threading
 from typing import Any, NoReturn, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, TYPES
@@ -39,9 +37,8 @@ class Launches:
         """`nodes()` returns the handles of the nodes that the captured graph has so far."""
         self.nodes = nodes
         self.uses: list[NumberUse] = []
-        self.thread = threading.get_ident()
 
-    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Traced)]
         if not given:
             return kernel.run(*args, **kwargs)
@@ -93,33 +90,20 @@ def _escape(values: Sequence[Traced], how: str) -> NoReturn:
     raise NumberEscaped(inputs_of([v.expression for v in values]), how)
 
 
-class _Noted:
-    """Stands for a kernel among the globals of a generated module."""
+class LaunchedBy:
+    """Stands for a kernel among the globals of a generated module: `launch(kernel, ...)` runs it."""
 
-    def __init__(self, kernel: Any, launches: Launches) -> None:
-        self._kernel, self._launches = kernel, launches
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self._launches.thread:
-            return self._kernel.run(*args, **kwargs)
-        return self._launches.launch(self._kernel, args, kwargs)
+    def __init__(self, kernel: Any, launch: Callable[..., Any]) -> None:
+        self._kernel, self.run = kernel, functools.partial(launch, kernel)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
 
-@contextlib.contextmanager
-def noted(namespace: dict[str, Any] | None, launches: Launches) -> Iterator[None]:
-    """Note what this thread launches by the kernels of the generated module with these globals."""
+def noted(namespace: dict[str, Any] | None, launches: Launches) -> contextlib.AbstractContextManager[None]:
+    """Note the launches with traced numbers by the kernels of the generated module with these globals. Other threads
+    have no such numbers, and what stands for a global does the same as that for them."""
     scope = {} if namespace is None else namespace
     kernels = {name: v for name, v in scope.items() if hasattr(v, "launchers") and hasattr(v, "run")}
-    made: dict[str, Any] = {name: _Noted(kernel, launches) for name, kernel in kernels.items()}
-    for name, function in COMPARING.items():
-        original = scope.get(name) or getattr(builtins, name)
-        made[name] = functools.partial(_in_thread, launches.thread, function, original)
-    with replaced(scope, made):
-        yield
-
-
-def _in_thread(thread: int, function: Callable[..., Any], original: Callable[..., Any], *args: Any) -> Any:
-    return (function if threading.get_ident() == thread else original)(*args)
+    made = {name: LaunchedBy(kernel, launches.launch) for name, kernel in kernels.items()}
+    return replaced(scope, {**made, **COMPARING})
