@@ -132,7 +132,7 @@ class TestRebuild(TestCase):
         self.rebuild = executable.Rebuild(self.graph, executable.moving(given))
         self.enterContext(mock.patch.object(executable, "upload", lambda graph: self.calls.append("upload")))
         self.enterContext(mock.patch("torch.cuda.synchronize", lambda: self.calls.append("synchronize")))
-        blocks = executable.make_blocks(relaunch_driver.module(), 100, given, self.rebuild)
+        blocks = executable.call_maker(relaunch_driver.module(), 100, given, self.rebuild)
         positions = tuple(range(given.regions))
         call = relaunch_driver.call_of(blocks, positions=positions, masks=(0,) * given.regions, direct=True)
         return lambda *addresses: call.launch([At(address) for address in addresses])

@@ -28,7 +28,7 @@ from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
-from torch_overlay._inductor.relaunch.launch.executable import make_blocks
+from torch_overlay._inductor.relaunch.launch.executable import call_maker
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
     FillNode,
@@ -472,11 +472,11 @@ class TestExec(DriverCase):
         self.assertTrue(arguments)
 
     def test_regions_without_memory(self):
-        blocks = make_blocks(self.module, 0, Template(2, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 1, 0),)))
+        blocks = call_maker(self.module, 0, Template(2, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 1, 0),)))
         with self.assertRaisesRegex(ValueError, "region 1 has no memory"):
             relaunch_driver.call_of(blocks)  # the scratch
         with self.assertRaisesRegex(ValueError, "region 2 has no memory"):
-            relaunch_driver.call_of(make_blocks(self.module, 0, Template(3, (), ())))
+            relaunch_driver.call_of(call_maker(self.module, 0, Template(3, (), ())))
 
     def test_after_an_error_every_node_is_set(self):
         exec = self.pair()
@@ -499,9 +499,10 @@ class TestExec(DriverCase):
         part.raw_cuda_graph_exec.return_value = relaunch_driver.EXECUTABLE
         with mock.patch.object(executable, "implementation", lambda: self.module):
             launcher = executable.Launcher(part, template, True)
+        call = relaunch_driver.call_of(launcher.make_call, positions=(0,), masks=(0,))
         launcher.forget()
         self.assertEqual((launcher.template, launcher.nodes), (Template(3, (), ()), 2))
-        relaunch_driver.call_of(launcher.exec, positions=(0,), masks=(0,)).launch([relaunch_driver.At(0x7000)])
+        call.launch([relaunch_driver.At(0x7000)])
         self.assertEqual(self.set(), dict.fromkeys((0x1000, 0x1001), [word(0x7000).hex()]))
 
     def test_bad_base_changes_nothing(self):
@@ -684,16 +685,19 @@ class TestArguments(TestCase):
 
     NODE = (0, 0x1000, 0, "a node", bytes(72), ())
 
-    def setUp(self):
-        super().setUp()
-        self.blocks = relaunch_driver.module().Blocks
+    def maker(self, **arguments):
+        parts = {"exec": 0, "nodes": (self.NODE,), "rebuild": None, "by_graph": False, "regions": 0}
+        parts |= dict.fromkeys(("slots", "words"), ())
+        return functools.partial(relaunch_driver.module().call, **relaunch_driver.call_arguments(**parts | arguments))
 
-    def maker(self, words=(), **arguments):
-        blocks = self.blocks(0, (self.NODE,), (), 0, words)
-        return functools.partial(blocks.call, **relaunch_driver.call_arguments(**arguments))
+    def call(self, **arguments):
+        return self.maker(**arguments)()
 
-    def call(self, words=(), **arguments):
-        return self.maker(words, **arguments)()
+    def blocks(self, nodes, slots=(), regions=0, words=()):
+        """Make a call whose regions are its inputs."""
+        inputs = {"positions": tuple(range(regions)), "masks": (0,) * regions}
+        numbers = ((0, 0),), (), (), (0,) * len(words)
+        self.call(nodes=nodes, slots=slots, regions=regions, words=words, numbers=numbers, **inputs)
 
     def check(self, kind, message, make, *args, **kwargs):
         with self.assertRaisesRegex(kind, message):
@@ -714,9 +718,7 @@ class TestArguments(TestCase):
 
     def test_allocations(self):
         self.check(TypeError, "allocation 0 must be a tuple, not int", self.call, allocations=(3,), order=(0,))
-        for what in ("slab", "scratch"):
-            message = f"the {what} must be a tuple, not int"
-            self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
+        self.check(TypeError, "the slab must be a tuple, not int", self.call, slab=3, order=(0,))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
         vectors = (((4,), (1,), torch.uint8),) * 2
         for order in ((0, 0), (0, 2), (-1, 0)):
@@ -761,7 +763,7 @@ class TestArguments(TestCase):
         self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
 
     def test_positions_of_inputs(self):
-        make = functools.partial(relaunch_driver.call_of, self.blocks(0, (self.NODE,), (), 1))
+        make = functools.partial(self.call, regions=1)
         for position in (-1, sys.maxsize):
             absent = "an input at a position that no list has"
             self.check(ValueError, absent, make, positions=(position,), masks=(0,))
@@ -771,30 +773,30 @@ class TestArguments(TestCase):
     def test_number_slots(self):
         make = self.blocks
         node = (0, 0x1000, 0, "a node", bytes(144), (128,))
-        make(0, (node,), (), 0, ((0, 128, 3),))
-        self.check(TypeError, "number slot 0 must be a tuple", make, 0, (node,), (), 0, (3,))
+        make((node,), (), 0, ((0, 128, 3),))
+        self.check(TypeError, "number slot 0 must be a tuple", make, (node,), (), 0, (3,))
         outside = "a number slot lies outside of its node, or has an unknown type"
         for slot in ((0, 141, 2), (1, 128, 0), (0, 128, 10), (0, 128, -1)):
-            self.check(ValueError, outside, make, 0, (node,), (), 0, (slot,))
+            self.check(ValueError, outside, make, (node,), (), 0, (slot,))
         fill = (1, 0x1000, 0, "a node", bytes(40), ())
-        self.check(ValueError, outside, make, 0, (fill,), (), 0, ((0, 0, 0),))
+        self.check(ValueError, outside, make, (fill,), (), 0, ((0, 0, 0),))
 
     def test_nodes_and_pointer_slots(self):
         make = self.blocks
-        make(0, (self.NODE,), ((0, 0, 0, 0),), 1)
-        self.check(TypeError, "node 1 must be a tuple, not list", make, 0, (self.NODE, list(self.NODE)), (), 1)
-        self.check(TypeError, r"a node is \(kind, handle, context, label", make, 0, (self.NODE[:3],), (), 1)
-        self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, 0, (self.NODE,), (0,), 1)
-        self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, 0, (self.NODE,), ((0, 0),), 1)
+        make((self.NODE,), ((0, 0, 0, 0),), 1)
+        self.check(TypeError, "node 1 must be a tuple, not list", make, (self.NODE, list(self.NODE)))
+        self.check(TypeError, r"a node is \(kind, handle, context, label", make, (self.NODE[:3],))
+        self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, (self.NODE,), (0,), 1)
+        self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, (self.NODE,), ((0, 0),), 1)
         far = (*self.NODE[:5], (73,))
-        self.check(ValueError, "an argument lies outside of its block", self.blocks, 0, (far,), (), 0)
+        self.check(ValueError, "an argument lies outside of its block", make, (far,))
 
     def test_block_that_is_smaller_than_the_drivers_struct(self):
         for kind, size in ((0, 72), (1, 40), (2, 200)):
             node = (kind, *self.NODE[1:4], bytes(size), ())
-            self.blocks(0, (node,), (), 1)
+            self.blocks((node,))
             short = (*node[:4], bytes(size - 1), ())
-            self.check(ValueError, "not a node that can be patched", self.blocks, 0, (short,), (), 1)
+            self.check(ValueError, "not a node that can be patched", self.blocks, (short,))
 
 
 class TestBuild(TestCase):
@@ -907,7 +909,7 @@ class TestOnAGpu(TestCase):
         (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
         proven = prove.prove(first, second)
         graph.instantiate()
-        blocks = make_blocks(module, graph.raw_cuda_graph_exec(), proven)
+        blocks = call_maker(module, graph.raw_cuda_graph_exec(), proven)
         call = relaunch_driver.call_of(blocks, positions=(0, 1, 2, 3), masks=(0,) * 4, replay=graph.replay)
         del second_graph
         a.close()

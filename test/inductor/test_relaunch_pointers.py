@@ -9,7 +9,7 @@ from torch._dynamo.test_case import TestCase
 import form  # noqa: F401
 from stand_ins import relaunch_driver
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import make_blocks
+from torch_overlay._inductor.relaunch.launch.executable import call_maker
 from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
@@ -100,7 +100,7 @@ class TestPointers(TestCase):
 
     def native_aligned(self):
         """By a call that is never made."""
-        return relaunch_driver.call_of(make_blocks(self.native, 0, Template(0, (), ()))).aligned
+        return relaunch_driver.call_of(call_maker(self.native, 0, Template(0, (), ()))).aligned
 
     def test_what_is_exchanged_under_the_same_object_is_seen(self):
         addresses = self.native.addresses

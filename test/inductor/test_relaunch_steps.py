@@ -24,7 +24,7 @@ from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.steps import Steps
 
 
-DEVICE = types.SimpleNamespace(index=0, stream_of=lambda index: 7, current=lambda: 0)
+DEVICE = types.SimpleNamespace(index=0, stream_of=lambda index: 7, current=lambda: 0, functions=(0, 0, 0))
 N = ("input", 0, int)
 
 
@@ -398,9 +398,10 @@ class Kernel:
 
 class TestKernels(StepsTestCase):
     def in_c(self, shown, conditions=(), current=lambda: 0):
-        bound = {"index": 0, "stream_of": lambda index: 0x55, "current": current}
         arguments = steps._Builder(shown).arguments(conditions)
-        return relaunch_driver.module().steps(**arguments, **bound, inputs=shown.inputs)
+        return relaunch_driver.module().steps(
+            **arguments, device=(0, current, lambda index: 0x55, 0), inputs=shown.inputs
+        )
 
     def shown(
         self,
@@ -448,7 +449,7 @@ class TestKernels(StepsTestCase):
         library = relaunch_driver.driver().library
         library.forget_context()
         self.addCleanup(library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
-        self.assertIsNone(in_c.run([300, torch.zeros(4)]))
+        self.assertEqual([line[0] for line in self.launched(in_c, [300, torch.zeros(4)])], ["context", "run"])
 
     def test_error_of_the_driver(self):
         in_c = self.in_c(self.shown())

@@ -161,7 +161,7 @@ def drawn_arguments(parameters, shapes):
     return [given[k[0]].shape[k[1]] if isinstance(k, tuple) else given[k] for k in parameters]
 
 
-DEVICE = SimpleNamespace(index=0, stream_of=lambda index: 0, current=lambda: 0)
+DEVICE = SimpleNamespace(index=0, stream_of=lambda index: 0, current=lambda: 0, functions=(0, 0, 0))
 
 
 class Compared:

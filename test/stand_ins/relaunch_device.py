@@ -32,10 +32,11 @@ from torch_overlay._inductor.relaunch.governor import Governor
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import emptied, make_blocks
+from torch_overlay._inductor.relaunch.launch.executable import call_maker, emptied
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay._inductor.relaunch.steps import Steps
 
 
 ARENA = 1 << 20
@@ -357,7 +358,7 @@ class Launcher:
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(kernels, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
         given = dataclasses.replace(template, nodes=tuple(nodes))
-        self.exec = make_blocks(device.module, handle, given)
+        self.make_call = call_maker(device.module, handle, given)
 
     def forget(self) -> None:
         self.template = emptied(self.template)
@@ -389,7 +390,8 @@ class Generator:
 
 class FakeDevice:
     index = 0
-    stream_of = raw_alloc = raw_delete = None
+    STREAM = 7
+    captured = False
     functions = 0, 0, 0  # of torch, in C
 
     def __init__(self) -> None:
@@ -402,7 +404,7 @@ class FakeDevice:
         self.kept: list[int] = []  # what captures leave in use
         self.free_blocks: list[int] = []  # sizes
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
-        self.captured_by_user = False
+        self.scratch: dict[int, torch.Tensor] = {}  # by address
         self.broken = False  # is the capture that is under way?
         self.selected = 0  # the thread's device
         self.asked = 0  # for it
@@ -447,7 +449,27 @@ class FakeDevice:
         return 0, 0
 
     def is_capturing(self) -> bool:
-        return self.captured_by_user
+        return self.captured
+
+    @property
+    def captured_by_user(self) -> bool:
+        return self.captured
+
+    @captured_by_user.setter
+    def captured_by_user(self, captured: bool) -> None:
+        self.captured = captured
+        relaunch_driver.driver().library.stub_streams(ctypes.c_void_p(self.STREAM if captured else None), None)
+
+    def stream_of(self, index: int) -> int:
+        return self.STREAM
+
+    def raw_alloc(self, size: int, stream: int) -> int:
+        made = self.empty((size,), (1,), torch.uint8)
+        self.scratch[made.data_ptr()] = made
+        return made.data_ptr()
+
+    def raw_delete(self, address: int) -> None:
+        del self.scratch[address]
 
     def function_of(self, operation: Any) -> int:
         """A number for an operator with so many operands."""
@@ -537,6 +559,13 @@ class FakeDevice:
         return Launcher(self, template)
 
 
+def without_steps(model: Any, device: FakeDevice) -> Steps:
+    """What runs code as it is."""
+    made = Steps(model, device)  # type: ignore[arg-type]
+    made._left = 0
+    return made
+
+
 @contextlib.contextmanager
 def fake_device() -> Iterator[FakeDevice]:
     """A device on which runners relaunch, by the C module. Times are no measure here: each size is captured at once."""
@@ -545,6 +574,7 @@ def fake_device() -> Iterator[FakeDevice]:
         stack.enter_context(mock.patch.object(Governor, "affords_capture", lambda *given: True))
         stack.enter_context(mock.patch.object(governor, "FEW", 1 << 30))  # each size is observed at its first call
         stack.enter_context(mock.patch.object(capture, "is_region", is_region))
+        stack.enter_context(mock.patch.object(compiled_region, "Steps", without_steps))
         stack.enter_context(mock.patch.object(compiled_region, "FULL", 64))  # host memory is aligned to 64 bytes
         yield FakeDevice()
 

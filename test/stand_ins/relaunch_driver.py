@@ -184,17 +184,15 @@ def word(value: int) -> bytes:
 
 def call_arguments(**arguments: Any) -> dict[str, Any]:
     """Arguments of a call, with nothing where these say nothing. The executable is not launched."""
-    given: dict[str, Any] = dict.fromkeys(
-        ("empty", "reinterpret", "current", "stream_of", "is_capturing", "misaligned")
-    )
+    given: dict[str, Any] = dict.fromkeys(("empty", "reinterpret", "misaligned", "slab"))
     given |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-    given |= {"slab": None, "scratch": None, "numbers": ((),) * 4, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
+    given |= {"scratch": 0, "numbers": ((),) * 4, "raw": (None, None, 0, 0), "device": (0, int, lambda index: 0, 0)}
     given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y", "outputs": lambda *made: ()}
     return given | {"replay": lambda: None, "direct": False} | arguments
 
 
-def call_of(blocks: Any, **arguments: Any) -> Any:
-    return blocks.call(**call_arguments(**arguments))
+def call_of(make_call: Any, **arguments: Any) -> Any:
+    return make_call(**call_arguments(**arguments))
 
 
 class At:
@@ -213,8 +211,8 @@ class Patched:
 
     def __init__(self, nodes: Any, slots: Any, regions: int, rebuild: Any = None) -> None:
         template = Template(regions, tuple(nodes), tuple(slots))
-        blocks = executable.make_blocks(module(), EXECUTABLE, template, rebuild)
-        self.call = call_of(blocks, positions=tuple(range(regions)), masks=(0,) * regions)
+        make_call = executable.call_maker(module(), EXECUTABLE, template, rebuild)
+        self.call = call_of(make_call, positions=tuple(range(regions)), masks=(0,) * regions)
 
     def patch(self, inputs: Any) -> int:
         before = self.call.patched

@@ -1,4 +1,4 @@
-/* The type of calls, and the method of blocks that makes one: it reads and checks all that a call is to know. */
+/* The type of calls, and the function that makes one: it reads and checks all that a call is to know. */
 
 #include "call.h"
 #include "data_ptr.h"
@@ -11,26 +11,11 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(blocks),
-                                 AT(layout.empty),
-                                 AT(layout.storages),
-                                 AT(layout.slab),
-                                 AT(layout.scratch),
-                                 AT(layout.raw.raw_alloc),
-                                 AT(layout.raw.raw_delete),
-                                 AT(outputs.types),
-                                 AT(outputs.empty),
-                                 AT(outputs.reinterpret),
-                                 AT(outputs.make),
-                                 AT(counter.counters),
-                                 AT(counter.group),
-                                 AT(counter.name),
-                                 AT(replay),
-                                 AT(current),
-                                 AT(index),
-                                 AT(stream_of),
-                                 AT(is_capturing),
-                                 AT(misaligned)};
+static const size_t objects[] = {AT(layout.empty),     AT(layout.storages),     AT(layout.slab),
+                                 AT(layout.raw_alloc), AT(layout.raw_delete),   AT(outputs.types),
+                                 AT(outputs.empty),    AT(outputs.reinterpret), AT(outputs.make),
+                                 AT(counter.counters), AT(counter.group),       AT(counter.name),
+                                 AT(replay),           AT(misaligned)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -42,6 +27,8 @@ static void call_dealloc(Call *self) {
     outputs_clear(&self->outputs);
     layout_clear(&self->layout);
     program_clear(&self->numbers);
+    device_clear(&self->device);
+    blocks_clear(&self->blocks);
     PyMem_Free(self->input);
     type->tp_free(self);
     Py_DECREF(type);
@@ -52,7 +39,7 @@ static int read_inputs(Call *self, PyObject *positions, PyObject *masks) {
         PyErr_NoMemory();
         return -1;
     }
-    if (PyTuple_GET_SIZE(masks) != self->inputs || (size_t)self->inputs > self->blocks->regions) {
+    if (PyTuple_GET_SIZE(masks) != self->inputs || (size_t)self->inputs > self->blocks.regions) {
         PyErr_SetString(PyExc_ValueError, "so many inputs are no regions");
         return -1;
     }
@@ -74,7 +61,7 @@ static int read_inputs(Call *self, PyObject *positions, PyObject *masks) {
 static int read_numbers(Call *self, PyObject *numbers) {
     const Program *program = &self->numbers;
     if (program_init(&self->numbers, numbers)) return -1;
-    if ((size_t)program->results != self->blocks->words) {
+    if ((size_t)program->results != self->blocks.words) {
         PyErr_SetString(PyExc_ValueError, "so many number slots have no numbers");
         return -1;
     }
@@ -86,9 +73,9 @@ static int read_numbers(Call *self, PyObject *numbers) {
 static int check_regions(const Call *self) {
     const Layout *layout = &self->layout;
     size_t slab = slab_region(layout), regions = layout_regions(layout);
-    for (size_t r = 0; r < self->blocks->regions; r++) {
-        int is_pointed = self->blocks->first[r] < self->blocks->first[r + 1];
-        int has_none = (r == slab && layout->slab == Py_None) || (r == slab + 1 && layout->scratch == Py_None);
+    for (size_t r = 0; r < self->blocks.regions; r++) {
+        int is_pointed = self->blocks.first[r] < self->blocks.first[r + 1];
+        int has_none = (r == slab && layout->slab == Py_None) || (r == slab + 1 && !layout->scratch);
         if (r < regions && !(is_pointed && has_none)) continue;
         PyErr_Format(PyExc_ValueError, "region %zu has no memory", r);
         return -1;
@@ -96,54 +83,50 @@ static int check_regions(const Call *self) {
     return 0;
 }
 
-static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"positions",    "masks",      "allocations", "slab",    "types",       "scratch",
-                            "numbers",      "order",      "recipes",     "empty",   "reinterpret", "outputs",
-                            "replay",       "direct",     "raw",         "current", "index",       "stream_of",
-                            "is_capturing", "misaligned", "counters",    "group",   "counter",     NULL};
-    PyObject *positions, *masks, *numbers, *order, *recipes;
-    unsigned long long stream, alloc, release;
+static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"exec",      "nodes",   "slots",       "regions",     "words",   "rebuild", "by_graph",
+                            "positions", "masks",   "allocations", "slab",        "types",   "scratch", "numbers",
+                            "order",     "recipes", "empty",       "reinterpret", "outputs", "replay",  "direct",
+                            "raw",       "device",  "misaligned",  "counters",    "group",   "counter", NULL};
+    PyObject *positions, *masks, *numbers, *order, *recipes, *device;
+    unsigned long long alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     Layout *layout;
     Outputs *outputs;
     Counter *counter;
-    Scratch *raw;
-    Py_ssize_t size;
+    Parts parts;
+    Py_ssize_t scratch;
     if (!self) return NULL;
     layout = &self->layout;
     outputs = &self->outputs;
     counter = &self->counter;
-    raw = &layout->raw;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!O!OO!OOO!O!OOOOp(OOn(KKK))OOOOOOOO", names, &PyTuple_Type, &positions, &PyTuple_Type,
-            &masks, &PyTuple_Type, &layout->storages, &layout->slab, &PyTuple_Type, &outputs->types, &layout->scratch,
-            &numbers, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret,
-            &outputs->make, &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &stream, &alloc,
-            &release, &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned,
-            &counter->counters, &counter->group, &counter->name)) {
+            args, kwargs, "KO!O!nO!OpO!O!O!OO!nOO!O!OOOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
+            &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
+            &PyTuple_Type, &positions, &PyTuple_Type, &masks, &PyTuple_Type, &layout->storages, &layout->slab,
+            &PyTuple_Type, &outputs->types, &scratch, &numbers, &PyTuple_Type, &order, &PyTuple_Type, &recipes,
+            &layout->empty, &outputs->reinterpret, &outputs->make, &self->replay, &self->direct, &layout->raw_alloc,
+            &layout->raw_delete, &alloc, &release, &device, &self->misaligned, &counter->counters, &counter->group,
+            &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
         return NULL;
     }
-    self->blocks = blocks;
     outputs->empty = layout->empty;
     for (size_t i = 0; i < OBJECTS; i++) Py_INCREF(owned(self, i));
     self->inputs = layout->inputs = PyTuple_GET_SIZE(positions);
-    self->device = PyLong_AsLong(self->index);
-    raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
-    raw->torch.alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
-    raw->torch.release = (int (*)(Handle))(uintptr_t)release;
-    raw->size = (size_t)size;
-    if (PyErr_Occurred() || read_numbers(self, numbers) || read_inputs(self, positions, masks)
-        || layout_init(layout, order)
+    layout->scratch = (size_t)scratch;
+    layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
+    layout->release = (int (*)(Handle))(uintptr_t)release;
+    if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
+        || read_inputs(self, positions, masks) || layout_init(layout, order)
         || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None, &self->least)
-        || check_regions(self))
-        goto failed;
+        || check_regions(self)) {
+        Py_DECREF(self);
+        return NULL;
+    }
     return (PyObject *)self;
-failed:
-    Py_DECREF(self);
-    return NULL;
 }
 
 static PyObject *call_try_launch(Call *self, PyObject *inputs) { return run_call(self, inputs, NULL, 1); }
@@ -196,19 +179,12 @@ static PyType_Slot call_slots[] = {
 static PyType_Spec call_spec = {"cuda_driver_c.Call", sizeof(Call), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
 
-/* Adds the method to `Blocks`, whose file knows nothing of calls. */
-static int add_call(void) {
-    static PyMethodDef definition = {"call", (PyCFunction)(void (*)(void))blocks_call, METH_VARARGS | METH_KEYWORDS,
-                                     "call(...): a Call of them"};
-    PyObject *method = blocks_type() ? PyDescr_NewMethod(blocks_type(), &definition) : NULL;
-    int code = method ? PyObject_SetAttrString((PyObject *)blocks_type(), "call", method) : -1;
-    Py_XDECREF(method);
-    return code;
-}
+static PyMethodDef methods[] = {
+    {"call", (PyCFunction)(void (*)(void))py_call, METH_VARARGS | METH_KEYWORDS, "call(...): a Call of an executable"},
+    {NULL}};
 
 static int init(PyObject *module) {
-    if (add_call()) return -1;
     return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
 }
 
-PART(.module = "relaunch", .init = init)
+PART(.module = "relaunch", .methods = methods, .init = init)

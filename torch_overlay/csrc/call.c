@@ -6,37 +6,6 @@
 
 static __thread int launching; /* this thread holds a lock, so it must wait for no other: Note [A relaunch] */
 
-static int current_stream(Call *self, Handle *stream) {
-    PyObject *answer;
-    if (self->layout.raw.torch.stream && !self->layout.raw.torch.stream((int)self->device, stream)) return 0;
-    if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
-    *stream = PyLong_AsVoidPtr(answer);
-    Py_DECREF(answer);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* 1: the graph can be launched. 0: another device is current, or the stream is being captured. -1: an error. If `now`,
-   the thread's context, is the executable's, the device is right. Otherwise torch is asked for the current device
-   before the thread gets a context, so that a thread with another device keeps that. */
-static int is_time(Call *self, Handle now, Handle *stream) {
-    PyObject *answer;
-    int status = 0;
-    if (!now || now != self->blocks->context) {
-        long device;
-        if (!(answer = PyObject_CallNoArgs(self->current))) return -1;
-        device = PyLong_AsLong(answer);
-        Py_DECREF(answer);
-        if (device != self->device) return PyErr_Occurred() ? -1 : 0;
-        if (have_context(self->blocks, now)) return -1;
-    }
-    if (self->stream_of != Py_None)
-        return current_stream(self, stream) ? -1 : !cu.StreamIsCapturing(*stream, &status) && !status;
-    if (!(answer = PyObject_CallNoArgs(self->is_capturing))) return -1;
-    status = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return status < 0 ? -1 : !status;
-}
-
 /* Reads the addresses of the inputs. 1: done. 0: one is misaligned. -1: an error. */
 static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     uint64_t bad = 0;
@@ -63,7 +32,7 @@ static int launch_executable(const Call *self, Handle stream) {
     PyObject *done;
     int code;
     if (self->direct) {
-        Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(self->blocks->exec, stream);
+        Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(self->blocks.exec, stream);
         Py_END_ALLOW_THREADS if (code) driver_error(code, "cuGraphLaunch");
         return code ? -1 : 0;
     }
@@ -73,7 +42,7 @@ static int launch_executable(const Call *self, Handle stream) {
 }
 
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
-    Blocks *blocks = self->blocks;
+    Blocks *blocks = &self->blocks;
     Py_ssize_t set;
     int code = -1;
     if (!PyThread_acquire_lock(blocks->lock, NOWAIT_LOCK)) {
@@ -95,20 +64,19 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
 PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t regions = layout_regions(&self->layout), count = regions + (size_t)self->numbers.results;
-    Memory memory = {NULL, NULL, NULL, NULL};
+    Memory memory = {NULL, NULL, NULL};
     PyObject *result = NULL;
-    Handle stream = NULL, now;
-    int code;
+    Handle stream = NULL;
+    int code, is_captured = 0;
     if (launching) {
         if (careful) Py_RETURN_NONE;
         return PyErr_Format(PyExc_RuntimeError, "launch() inside of a launch");
     }
-    if (get_context(&now)) return NULL;
     counter_fetch(&self->counter);
     if (careful) {
-        if ((code = is_time(self, now, &stream)) < 0) return NULL;
-        if (!code) Py_RETURN_NONE;
-    } else if (have_context(self->blocks, now) || (self->stream_of != Py_None && current_stream(self, &stream))) {
+        if ((code = find_stream(&self->device, &stream)) < 0) return NULL;
+        if (!code || cu.StreamIsCapturing(stream, &is_captured) || is_captured) Py_RETURN_NONE;
+    } else if (have_context(&self->device) || current_stream(&self->device, &stream)) {
         return NULL;
     }
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
@@ -117,7 +85,7 @@ PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int carefu
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
     if ((code = read_inputs(self, inputs, base)) > 0 && (self->numbers.results || self->numbers.inputs))
-        code = program_run(&self->numbers, inputs, self->blocks->word, self->blocks->words, base + regions);
+        code = program_run(&self->numbers, inputs, self->blocks.word, self->blocks.words, base + regions);
     if (code <= 0) {
         if (!code && careful)
             result = Py_NewRef(Py_None);
@@ -127,7 +95,7 @@ PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int carefu
     }
     if (!originals || originals == Py_None) originals = inputs;
     if (!allocate_memory(&self->layout, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
-        && !free_after_launch(&self->layout, &memory)
+        && !free_scratch(&self->layout, &memory)
         && (result = make_outputs(&self->outputs, originals, memory.storages, memory.slab))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "counter.h"
+#include "device.h"
 #include "launch_memory.h"
 #include "outputs.h"
 #include "patch.h"
@@ -12,10 +13,11 @@ typedef struct {
     uint64_t mask;
 } Input;
 
-/* A graph bound to a layout. */
+/* An executable bound to a layout. */
 typedef struct {
     PyObject_HEAD
-    Blocks *blocks;
+    Blocks blocks;
+    Device device;
     Py_ssize_t inputs, least; /* least: so many inputs a call has at the least */
     Input *input;
     Program numbers;
@@ -24,8 +26,7 @@ typedef struct {
     Counter counter;
     PyObject *replay; /* keeps the executable; not called if the driver launches */
     int direct;
-    long device;
-    PyObject *current, *index, *stream_of, *is_capturing, *misaligned;
+    PyObject *misaligned;
     unsigned long long launches, patched; /* patched: nodes set for them */
 } Call;
 

@@ -1,4 +1,6 @@
-/* The memory of a launch: storages of outputs, a slab of saved outputs, and scratch, the largest first. */
+/* The memory of a launch: storages of outputs, a slab of saved outputs, and scratch, the largest first. The scratch is
+   no tensor: torch's C functions allocate and free it, or where they fail its Python functions, which raise torch's
+   errors. */
 
 #include "launch_memory.h"
 #include "data_ptr.h"
@@ -6,7 +8,7 @@
 /* Each allocated region has to be in the order once: the storages, and the slab and the scratch if there are any. */
 static int read_order(Layout *self, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->storages), slab = self->slab != Py_None;
-    self->allocated = made + slab + (self->scratch != Py_None);
+    self->allocated = made + slab + (self->scratch != 0);
     if (PyTuple_GET_SIZE(order) != self->allocated) {
         PyErr_SetString(PyExc_ValueError, "so many regions are not allocated");
         return -1;
@@ -17,7 +19,7 @@ static int read_order(Layout *self, PyObject *order) {
     }
     for (Py_ssize_t i = 0; i < self->allocated; i++) {
         Py_ssize_t k = PyLong_AsSsize_t(PyTuple_GET_ITEM(order, i));
-        int known = k >= 0 && (k < made || (k == made && slab) || (k == made + 1 && self->scratch != Py_None));
+        int known = k >= 0 && (k < made || (k == made && slab) || (k == made + 1 && self->scratch));
         for (Py_ssize_t j = 0; j < i; j++) known &= self->order[j] != k;
         if (!known) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the order names a region twice, or none that is");
@@ -29,9 +31,7 @@ static int read_order(Layout *self, PyObject *order) {
 }
 
 int layout_init(Layout *self, PyObject *order) {
-    if ((self->slab != Py_None && !is_tuple(self->slab, "the slab", -1))
-        || (self->scratch != Py_None && !is_tuple(self->scratch, "the scratch", -1)))
-        return -1;
+    if (self->slab != Py_None && !is_tuple(self->slab, "the slab", -1)) return -1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->storages); i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
     return read_order(self, order);
@@ -39,14 +39,40 @@ int layout_init(Layout *self, PyObject *order) {
 
 void layout_clear(Layout *self) { PyMem_Free(self->order); }
 
-static int allocate_scratch(const Layout *self, Handle stream, Memory *memory, uint64_t *base) {
-    if (self->raw.raw_alloc == Py_None) {
-        memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
-        return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
+static int allocate_scratch(const Layout *self, Handle stream, Handle *address) {
+    PyObject *made;
+    if (self->alloc && !self->alloc(self->scratch, address)) return 0;
+    *address = NULL;
+    made = PyObject_CallFunction(self->raw_alloc, "nN", (Py_ssize_t)self->scratch, PyLong_FromVoidPtr(stream));
+    if (!made) return -1;
+    *address = PyLong_AsVoidPtr(made);
+    Py_DECREF(made);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int release(const Layout *self, Handle address) {
+    PyObject *number, *done;
+    if (self->release && !self->release(address)) return 0;
+    if (!(number = PyLong_FromVoidPtr(address))) return -1;
+    done = PyObject_CallOneArg(self->raw_delete, number);
+    Py_DECREF(number);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int free_scratch(const Layout *self, Memory *memory) {
+    PyObject *type, *value, *trace;
+    Handle was = memory->scratch;
+    int code;
+    if (!was) return 0;
+    memory->scratch = NULL;
+    PyErr_Fetch(&type, &value, &trace);
+    code = release(self, was);
+    if (type) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
     }
-    if (take_scratch(&self->raw, self->raw.size, stream, &memory->raw)) return -1;
-    *base = (uint64_t)(uintptr_t)memory->raw;
-    return 0;
+    return code;
 }
 
 int allocate_memory(const Layout *self, Handle stream, Memory *memory, uint64_t *base) {
@@ -58,7 +84,8 @@ int allocate_memory(const Layout *self, Handle stream, Memory *memory, uint64_t 
         Py_ssize_t k = self->order[i];
         PyObject *made;
         if (k == count + 1) {
-            if (allocate_scratch(self, stream, memory, base + k)) return -1;
+            if (allocate_scratch(self, stream, &memory->scratch)) return -1;
+            base[k] = (uint64_t)(uintptr_t)memory->scratch;
             continue;
         }
         made = PyObject_Call(self->empty, k == count ? self->slab : PyTuple_GET_ITEM(self->storages, k), NULL);

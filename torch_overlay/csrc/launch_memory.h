@@ -2,21 +2,24 @@
 
 #pragma once
 
-#include "scratch.h"
+#include "driver_api.h"
 
 /* How the memory of a graph is allocated. Regions are, in order: inputs, storages of outputs, the slab of saved
    outputs, scratch. The objects belong to whoever has the layout. */
 typedef struct {
-    PyObject *empty;                      /* makes a tensor of (size, stride, dtype) */
-    PyObject *storages, *slab, *scratch;  /* its arguments: for each storage, and for the others or None */
-    Scratch raw;                          /* allocates the scratch without a tensor, if raw_alloc is not None */
+    PyObject *empty;                  /* makes a tensor of (size, stride, dtype) */
+    PyObject *storages, *slab;        /* its arguments: for each storage, and for the slab or None */
+    size_t scratch;                   /* bytes, which are no tensor */
+    PyObject *raw_alloc, *raw_delete; /* torch's Python functions for the scratch, */
+    int (*alloc)(uint64_t, Handle *); /* and its C functions, which return 0 on success; or NULL */
+    int (*release)(Handle);
     Py_ssize_t inputs, allocated, *order; /* order: of what is allocated, as regions after the inputs */
 } Layout;
 
-/* What one launch has allocated: the scratch is in `scratch` if it is a tensor, else at `raw`. */
+/* What one launch has allocated. */
 typedef struct {
-    PyObject *storages, *slab, *scratch;
-    Handle raw;
+    PyObject *storages, *slab;
+    Handle scratch;
 } Memory;
 
 /* Checks a layout whose objects and numbers are set, and reads the order, a tuple. Returns 0, or -1 with an error; it
@@ -26,15 +29,11 @@ void layout_clear(Layout *self);
 /* Allocates, and writes the addresses of the regions after the inputs into `base`, where those of the inputs are. What
    is allocated when it fails is in `memory`. Returns 0, or -1 with an error. */
 int allocate_memory(const Layout *self, Handle stream, Memory *memory, uint64_t *base);
-
-/* Frees the scratch. Returns 0, or -1 with an error; an error that is set already is kept. */
-static inline int free_after_launch(const Layout *self, Memory *memory) {
-    Py_CLEAR(memory->scratch);
-    return free_scratch(&self->raw, &memory->raw);
-}
+/* Frees the scratch, if there is any. Returns 0, or -1 with an error; an error that is set already is kept. */
+int free_scratch(const Layout *self, Memory *memory);
 
 static inline void free_memory(const Layout *self, Memory *memory) {
-    free_after_launch(self, memory);
+    free_scratch(self, memory);
     Py_CLEAR(memory->storages);
     Py_CLEAR(memory->slab);
 }

@@ -1,15 +1,12 @@
 /* Executables whose nodes are patched.
 
-   `Blocks(exec, nodes, slots, regions, words, rebuild, by_graph)` owns a block of parameters for each node that holds a
-   pointer. A launch writes the pointer slots of the regions whose base changed, and passes the blocks of their nodes to
-   the driver. It allocates nothing; it costs one comparison a region, and otherwise grows only with what moved. */
+   `Blocks` own a block of parameters for each node that holds a pointer, or a number that a launch computes. A launch
+   writes the pointer slots of the regions whose base changed, and passes the blocks of their nodes to the driver. It
+   allocates nothing; it costs one comparison a region, and otherwise grows only with what moved. */
 
-#include "data_ptr.h"
-#include "module.h"
 #include "patch.h"
 
-static void blocks_dealloc(Blocks *self) {
-    PyTypeObject *type = Py_TYPE(self);
+void blocks_clear(Blocks *self) {
     Py_XDECREF(self->rebuild);
     for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
     PyMem_Free(self->node);
@@ -21,8 +18,6 @@ static void blocks_dealloc(Blocks *self) {
     PyMem_Free(self->word);
     PyMem_Free(self->value);
     if (self->lock) PyThread_free_lock(self->lock);
-    type->tp_free(self);
-    Py_DECREF(type);
 }
 
 static int read_slots(Blocks *self, PyObject *slots) {
@@ -71,26 +66,19 @@ static int read_words(Blocks *self, PyObject *words) {
     return 0;
 }
 
-static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    unsigned long long exec;
-    Py_ssize_t regions;
-    PyObject *nodes, *slots, *words = NULL, *rebuild = Py_None;
-    int by_graph = 0;
-    Blocks *self;
-    if (!PyArg_ParseTuple(args, "KO!O!n|O!Op", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
-                          &PyTuple_Type, &words, &rebuild, &by_graph))
-        return NULL;
-    if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
-    if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
-    self->exec = (Handle)(uintptr_t)exec;
-    if (cu.CtxGetCurrent(&self->context)) self->context = NULL;
-    self->nodes = (size_t)PyTuple_GET_SIZE(nodes);
-    self->slots = (size_t)PyTuple_GET_SIZE(slots);
-    self->regions = (size_t)regions;
-    self->words = words ? (size_t)PyTuple_GET_SIZE(words) : 0;
+int blocks_init(Blocks *self, const Parts *parts) {
+    if (parts->regions < 0) {
+        PyErr_SetString(PyExc_ValueError, "a negative number of regions");
+        return -1;
+    }
+    self->exec = (Handle)(uintptr_t)parts->exec;
+    self->regions = (size_t)parts->regions;
     self->stale = 1;
-    self->rebuild = rebuild == Py_None ? NULL : Py_NewRef(rebuild);
-    self->by_graph = self->rebuild && by_graph;
+    self->rebuild = parts->rebuild == Py_None ? NULL : Py_NewRef(parts->rebuild);
+    self->by_graph = self->rebuild && parts->by_graph;
+    self->nodes = (size_t)PyTuple_GET_SIZE(parts->nodes);
+    self->slots = (size_t)PyTuple_GET_SIZE(parts->slots);
+    self->words = (size_t)PyTuple_GET_SIZE(parts->words);
     if (!(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
         || !(self->slot = PyMem_Calloc(self->slots + 1, sizeof *self->slot))
         || !(self->first = PyMem_Calloc(self->regions + 1, sizeof *self->first))
@@ -101,15 +89,11 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         || !(self->value = PyMem_Calloc(self->words + 1, sizeof *self->value))
         || !(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
-        goto failed;
+        return -1;
     }
     for (size_t i = 0; i < self->nodes; i++)
-        if (node_read(&self->node[i], PyTuple_GET_ITEM(nodes, (Py_ssize_t)i), (Py_ssize_t)i)) goto failed;
-    if (read_slots(self, slots) || (words && read_words(self, words))) goto failed;
-    return (PyObject *)self;
-failed:
-    Py_DECREF(self);
-    return NULL;
+        if (node_read(&self->node[i], PyTuple_GET_ITEM(parts->nodes, (Py_ssize_t)i), (Py_ssize_t)i)) return -1;
+    return read_slots(self, parts->slots) || read_words(self, parts->words) ? -1 : 0;
 }
 
 static size_t list_node(Blocks *self, size_t node, size_t count) {
@@ -196,39 +180,3 @@ size_t write_bases(Blocks *self, const uint64_t *base) {
     }
     return write_words(self, count);
 }
-
-int get_context(Handle *now) {
-    int code = cu.CtxGetCurrent(now);
-    if (code) driver_error(code, "cuCtxGetCurrent");
-    return code ? -1 : 0;
-}
-
-/* A thread that has not called CUDA's runtime has no context, which the driver would read through unchecked. It gets
-   the executable's context, and so its device as the current one. */
-int have_context(Blocks *self, Handle now) {
-    int code = !now && self->context ? cu.CtxSetCurrent(self->context) : 0;
-    if (code) driver_error(code, "cuCtxSetCurrent");
-    return code ? -1 : 0;
-}
-
-static PyObject *py_context(PyObject *module, PyObject *unused) {
-    Handle context;
-    return get_context(&context) ? NULL : PyLong_FromVoidPtr(context);
-}
-
-static PyType_Slot blocks_slots[] = {{Py_tp_new, blocks_new}, {Py_tp_dealloc, blocks_dealloc}, {0, NULL}};
-static PyType_Spec blocks_spec = {"cuda_driver_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
-
-static PyMethodDef methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
-
-PyTypeObject *blocks_type(void) {
-    static PyTypeObject *made;
-    if (!made) made = (PyTypeObject *)PyType_FromSpec(&blocks_spec);
-    return made;
-}
-
-static int init(PyObject *module) {
-    return blocks_type() ? PyModule_AddObjectRef(module, "Blocks", (PyObject *)blocks_type()) : -1;
-}
-
-PART(.module = "relaunch", .methods = methods, .init = init)

@@ -13,8 +13,7 @@ typedef struct {
 } Slot;
 
 typedef struct {
-    PyObject_HEAD
-    Handle exec, context; /* context: in which the executable was made */
+    Handle exec;
     size_t nodes, slots, regions, words;
     Word *word;
     uint64_t *value; /* what each word is to hold */
@@ -29,12 +28,19 @@ typedef struct {
     PyThread_type_lock lock; /* patching and launching are one step */
 } Blocks;
 
-/* Returns a borrowed reference to the type; NULL with a Python error. */
-PyTypeObject *blocks_type(void);
+/* What blocks are made of, as Python has it; `rebuild` is None or a function. */
+typedef struct {
+    unsigned long long exec;
+    PyObject *nodes, *slots, *words, *rebuild; /* tuples, but for the last */
+    Py_ssize_t regions;
+    int by_graph;
+} Parts;
+
+/* Makes blocks of zeros. Returns 0, or -1 with an error; they are to be cleared either way. */
+int blocks_init(Blocks *self, const Parts *parts);
+void blocks_clear(Blocks *self);
 /* Writes the bases and `value` into the blocks. Returns how many nodes are now on the list `dirty`: those of what is
    other than before, and all if the blocks are stale. */
 size_t write_bases(Blocks *self, const uint64_t *base);
 /* Sets the nodes on the list. Returns their number, or -1. */
 Py_ssize_t set_listed(Blocks *self, size_t count);
-int get_context(Handle *now);
-int have_context(Blocks *self, Handle now);

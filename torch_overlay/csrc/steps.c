@@ -2,8 +2,9 @@
    as steps] of `relaunch.steps`. */
 
 #include "data_ptr.h"
+#include "device.h"
 #include "module.h"
-#include "patch.h"
+#include "numbers.h"
 
 #include <structmember.h>
 
@@ -50,8 +51,8 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *constants, *stream_of, *current, *index, *kept; /* kept: what else has to live */
-    long device;
+    PyObject *constants, *kept; /* kept: what else has to live */
+    Device device;
     Program numbers;
     Word *word;
     Py_ssize_t words, slots, inputs, built, pooled, steps;
@@ -224,10 +225,8 @@ static void steps_dealloc(Steps *self) {
     PyMem_Free(self->build);
     PyMem_Free(self->word);
     program_clear(&self->numbers);
+    device_clear(&self->device);
     Py_XDECREF(self->constants);
-    Py_XDECREF(self->stream_of);
-    Py_XDECREF(self->current);
-    Py_XDECREF(self->index);
     Py_XDECREF(self->kept);
     type->tp_free(self);
     Py_DECREF(type);
@@ -242,27 +241,23 @@ static int steps_traverse(Steps *self, visitproc visit, void *arg) {
 }
 
 static PyObject *py_steps(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"numbers", "words",  "constants", "builds",    "pooled",  "steps", "result",
-                            "slots",   "inputs", "index",     "stream_of", "current", "kept",  NULL};
-    PyObject *numbers, *words, *builds, *steps, *result;
+    static char *names[] = {"numbers", "words", "constants", "builds", "pooled", "steps",
+                            "result",  "slots", "inputs",    "device", "kept",   NULL};
+    PyObject *numbers, *words, *builds, *steps, *result, *device;
     Steps *self = (Steps *)steps_type->tp_alloc(steps_type, 0);
     if (!self) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!nO!OnnOOOO", names, &numbers, &PyTuple_Type, &words,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!nO!OnnOO", names, &numbers, &PyTuple_Type, &words,
                                      &PyTuple_Type, &self->constants, &PyTuple_Type, &builds, &self->pooled,
-                                     &PyTuple_Type, &steps, &result, &self->slots, &self->inputs, &self->index,
-                                     &self->stream_of, &self->current, &self->kept)) {
-        self->constants = self->index = self->stream_of = self->current = self->kept = NULL; /* they are borrowed */
+                                     &PyTuple_Type, &steps, &result, &self->slots, &self->inputs, &device,
+                                     &self->kept)) {
+        self->constants = self->kept = NULL; /* they are borrowed */
         goto failed;
     }
     Py_INCREF(self->constants);
-    Py_INCREF(self->index);
-    Py_INCREF(self->stream_of);
-    Py_INCREF(self->current);
     Py_INCREF(self->kept);
-    self->device = PyLong_AsLong(self->index);
     self->built = PyTuple_GET_SIZE(builds);
     self->words = PyTuple_GET_SIZE(words);
-    if (PyErr_Occurred() || program_init(&self->numbers, numbers)) goto failed;
+    if (device_init(&self->device, device) || program_init(&self->numbers, numbers)) goto failed;
     if (self->pooled > self->built || self->pooled < 0 || self->words > self->numbers.results
         || self->slots < self->inputs || self->inputs < self->numbers.least) {
         PyErr_SetString(PyExc_ValueError, "steps with other numbers of words, slots or inputs than they name");
@@ -395,23 +390,6 @@ static int run_steps(Steps *self, const Run *run, Handle stream) {
     return 0;
 }
 
-/* 1: this thread's device is that of the steps, and the stream is there. 0: it is another one. -1: an error. */
-static int find_stream(const Steps *self, Handle *stream) {
-    PyObject *answer = PyObject_CallNoArgs(self->current);
-    long device;
-    Handle context;
-    if (!answer) return -1;
-    device = PyLong_AsLong(answer);
-    Py_DECREF(answer);
-    if (device != self->device) return PyErr_Occurred() ? -1 : 0;
-    if (get_context(&context)) return -1;
-    if (!context) return 0; /* torch makes it current at its first call in a thread */
-    if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
-    *stream = PyLong_AsVoidPtr(answer);
-    Py_DECREF(answer);
-    return PyErr_Occurred() ? -1 : 1;
-}
-
 static PyObject *steps_run(Steps *self, PyObject *inputs) {
     size_t results = (size_t)self->numbers.results, objects = (size_t)(self->slots + self->pooled);
     uint64_t few_values[FEW], *values = few_values;
@@ -420,7 +398,7 @@ static PyObject *steps_run(Steps *self, PyObject *inputs) {
     Handle stream = NULL;
     int code;
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) != self->inputs) Py_RETURN_NONE;
-    if ((code = find_stream(self, &stream)) <= 0) {
+    if ((code = find_stream(&self->device, &stream)) <= 0) {
         if (code) return NULL;
         Py_RETURN_NONE;
     }

@@ -511,8 +511,7 @@ class Steps:
         self._before = 0  # runs of what it replaced
         self._first: Followed | None = None
         self._numbers: list[dict[int, Any]] = []  # of all calls that were followed
-        is_generated = ALLOCATOR in (namespace_of(model) or {})
-        self._left = MOST if is_generated and device.stream_of is not None else 0
+        self._left = MOST if ALLOCATOR in (namespace_of(model) or {}) else 0
 
     @property
     def runs(self) -> int:
@@ -568,6 +567,6 @@ class Steps:
         conditions = [("zero", ("sub", ("input", k, int), constant(v))) for k, v in pinned.items()]
         conditions += first.decisions
         device, arguments = self.device, _Builder(first).arguments(conditions)
-        bound = {"index": device.index, "stream_of": device.stream_of, "current": device.current}
+        bound = device.index, device.current, device.stream_of, device.functions[0]
         self._before = self.runs
-        self._in_c = executable.implementation().steps(**arguments, **bound, inputs=first.inputs)
+        self._in_c = executable.implementation().steps(**arguments, device=bound, inputs=first.inputs)

@@ -1,5 +1,5 @@
-"""Executable graphs, with the parameters of their nodes as the driver reads them: the C module's `Blocks`
-(`csrc/patch.c`), which `launch.relaunch` binds to a layout.
+"""Executable graphs, with the parameters of their nodes as the driver reads them (`csrc/patch.c`), which
+`launch.relaunch` binds to a layout.
 
 Note [Fields of a tensor]
 By every public way, from C too, the address of a tensor takes 60 ns, which is 10 us for the 149 parameters of a model
@@ -68,13 +68,13 @@ MEMCPY_DESTINATION, MEMCPY_SOURCE = 136, 48  # dstDevice and srcDevice in CUDA_M
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
-def make_blocks(module: Any, exec_handle: int, template: Template, rebuild: Rebuild | None = None) -> Any:
-    """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template.
-    `rebuild(error)` makes another executable, if the driver can't set the copies in the one there is.
+def call_maker(module: Any, exec_handle: int, template: Template, rebuild: Rebuild | None = None) -> Callable[..., Any]:
+    """Return a function that makes the C module's `Call` of an executable graph (`csrc/bind.c`), with a parameter block
+    for each node that has a pointer slot or number slot of the template. `rebuild(error)` makes another executable, if
+    the driver can't set the copies in the one there is.
 
-    `call(...)` of the result makes a function of a whole launch (`csrc/bind.c`), which sets the nodes of what moved. If
-    the driver refuses a node, the error says which, and the next launch sets every node again (`stale`). The blocks
-    live as long as the object, and the object must live as long as the executable is patched.
+    A launch sets the nodes of what moved. If the driver refuses a node, the error says which, and the next launch sets
+    every node again (`stale`). The blocks live as long as the `Call`.
     """
     patched = sorted(template.slots, key=REGION_AND_NODE)
     wanted = {slot[0] for slot in (*patched, *template.numbers)}
@@ -97,7 +97,16 @@ def make_blocks(module: Any, exec_handle: int, template: Template, rebuild: Rebu
         begin, _ = held[index][parameter]
         words.append((position[index], begin, LETTERS.index(letter)))
     by_graph = rebuild is not None and rebuild.is_needed
-    return module.Blocks(exec_handle, blocks, tuple(places), template.regions, tuple(words), rebuild, by_graph)
+    return functools.partial(
+        module.call,
+        exec=exec_handle,
+        nodes=blocks,
+        slots=tuple(places),
+        regions=template.regions,
+        words=tuple(words),
+        rebuild=rebuild,
+        by_graph=by_graph,
+    )
 
 
 def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:
@@ -313,7 +322,7 @@ def emptied(template: Template) -> Template:
 
 
 class Launcher:
-    """An executable graph with its template: `exec` has its parameter blocks, `replay` launches it as it is."""
+    """An executable graph with its template: `make_call` binds it to a layout, `replay` launches it as it is."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
         self.graph = graph
@@ -321,7 +330,7 @@ class Launcher:
         self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
         copies = moving(template)
         self.rebuild = Rebuild(graph, copies) if copies else None
-        self.exec = make_blocks(implementation(), graph.raw_cuda_graph_exec(), template, self.rebuild)
+        self.make_call: Any = call_maker(implementation(), graph.raw_cuda_graph_exec(), template, self.rebuild)
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
@@ -331,7 +340,7 @@ class Launcher:
     def forget(self) -> None:
         """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
         memory, for each size of a region, and the garbage collector walks them."""
-        self.template = emptied(self.template)
+        self.template, self.make_call = emptied(self.template), None
 
 
 def upload(graph: Any) -> None:

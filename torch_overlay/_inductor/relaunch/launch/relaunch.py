@@ -16,7 +16,7 @@ Note [A relaunch]
    collector may run, too, and a finalizer may call compiled code. A thread that holds the lock of a launch doesn't wait
    for another one (`launching`): regions that are called in a launch run as compiled.
 3. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first, the scratch without
-   a tensor if the device has `raw_alloc`. It is freed right after the launch: the next user of the memory comes later
+   a tensor. It is freed right after the launch: the next user of the memory comes later
    on that stream. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 4. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
 5. A graph that draws no random numbers is launched by the driver (`executable.direct`); other graphs by torch's
@@ -62,28 +62,22 @@ class Misaligned(Exception):
     take."""
 
 
-def raw(size: int) -> tuple[Any, ...]:
-    """Return the arguments of `empty` for an allocation of `size` bytes."""
-    return (size,), (1,), torch.uint8
-
-
 def bind(relaunch: Relaunch) -> Any:
     layout, device, launcher = relaunch.layout, relaunch.device, relaunch.launcher
     types: dict[torch.dtype, int] = {}
     own = {number: i for i, number in enumerate(layout.own)}
     recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
     simple = None not in recipes
-    size = layout.scratch_size
-    allocations, scratch = tuple(map(layout.allocation, layout.own)), raw(size) if size else None
     expressions = [slot.expression for slot in relaunch.template.numbers]
     program = RegisterProgram.of(expressions, layout.computed)
-    return launcher.exec.call(
+    stream, alloc, release = device.functions
+    return launcher.make_call(
         positions=layout.inputs,
         masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
-        allocations=allocations,
-        slab=raw(layout.saved_size) if layout.saved_size else None,
+        allocations=tuple(map(layout.allocation, layout.own)),
+        slab=((layout.saved_size,), (1,), torch.uint8) if layout.saved_size else None,
         types=tuple(types) if simple else (),
-        scratch=scratch,
+        scratch=layout.scratch_size,
         numbers=(program.inputs, program.constants, program.code, program.results),
         order=layout.order,
         recipes=tuple(recipes) if simple else (),
@@ -92,16 +86,8 @@ def bind(relaunch: Relaunch) -> Any:
         outputs=None if simple else output_maker(layout, device.empty),
         replay=launcher.replay,
         direct=launcher.direct,
-        raw=(
-            device.raw_alloc,
-            device.raw_delete,
-            size,
-            device.functions,
-        ),
-        current=device.current,
-        index=device.index,
-        stream_of=device.stream_of,
-        is_capturing=device.is_capturing,
+        raw=(device.raw_alloc, device.raw_delete, alloc, release),
+        device=(device.index, device.current, device.stream_of, stream),
         misaligned=Misaligned,
         counters=counters,
         group="torch_overlay",
