@@ -187,7 +187,7 @@ def call_arguments(**arguments: Any) -> dict[str, Any]:
     given: dict[str, Any] = dict.fromkeys(("empty", "reinterpret", "misaligned", "slab"))
     given |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
     given |= {"scratch": 0, "numbers": ((),) * 4, "raw": (None, None, 0, 0), "device": (0, int, lambda index: 0, 0)}
-    given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y", "outputs": lambda *made: ()}
+    given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y"}
     return given | {"replay": lambda: None, "direct": False} | arguments
 
 

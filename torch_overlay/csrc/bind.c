@@ -11,11 +11,10 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(layout.empty),     AT(layout.storages),     AT(layout.slab),
-                                 AT(layout.raw_alloc), AT(layout.raw_delete),   AT(outputs.types),
-                                 AT(outputs.empty),    AT(outputs.reinterpret), AT(outputs.make),
-                                 AT(counter.counters), AT(counter.group),       AT(counter.name),
-                                 AT(replay),           AT(misaligned)};
+static const size_t objects[] = {AT(layout.empty),      AT(layout.storages), AT(layout.slab),   AT(layout.raw_alloc),
+                                 AT(layout.raw_delete), AT(outputs.types),   AT(outputs.empty), AT(outputs.reinterpret),
+                                 AT(counter.counters),  AT(counter.group),   AT(counter.name),  AT(replay),
+                                 AT(misaligned)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -84,10 +83,10 @@ static int check_regions(const Call *self) {
 }
 
 static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"exec",      "nodes",   "slots",       "regions",     "words",   "rebuild", "by_graph",
-                            "positions", "masks",   "allocations", "slab",        "types",   "scratch", "numbers",
-                            "order",     "recipes", "empty",       "reinterpret", "outputs", "replay",  "direct",
-                            "raw",       "device",  "misaligned",  "counters",    "group",   "counter", NULL};
+    static char *names[] = {"exec",      "nodes",      "slots",       "regions",     "words",   "rebuild", "by_graph",
+                            "positions", "masks",      "allocations", "slab",        "types",   "scratch", "numbers",
+                            "order",     "recipes",    "empty",       "reinterpret", "replay",  "direct",  "raw",
+                            "device",    "misaligned", "counters",    "group",       "counter", NULL};
     PyObject *positions, *masks, *numbers, *order, *recipes, *device;
     unsigned long long alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
@@ -100,14 +99,14 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout = &self->layout;
     outputs = &self->outputs;
     counter = &self->counter;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KO!O!nO!OpO!O!O!OO!nOO!O!OOOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
-            &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
-            &PyTuple_Type, &positions, &PyTuple_Type, &masks, &PyTuple_Type, &layout->storages, &layout->slab,
-            &PyTuple_Type, &outputs->types, &scratch, &numbers, &PyTuple_Type, &order, &PyTuple_Type, &recipes,
-            &layout->empty, &outputs->reinterpret, &outputs->make, &self->replay, &self->direct, &layout->raw_alloc,
-            &layout->raw_delete, &alloc, &release, &device, &self->misaligned, &counter->counters, &counter->group,
-            &counter->name)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!OO!nOO!O!OOOp(OOKK)OOOOO", names, &parts.exec,
+                                     &PyTuple_Type, &parts.nodes, &PyTuple_Type, &parts.slots, &parts.regions,
+                                     &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph, &PyTuple_Type,
+                                     &positions, &PyTuple_Type, &masks, &PyTuple_Type, &layout->storages, &layout->slab,
+                                     &PyTuple_Type, &outputs->types, &scratch, &numbers, &PyTuple_Type, &order,
+                                     &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
+                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);

@@ -5,8 +5,9 @@
 #include "module.h"
 
 /* Kinds of recipes: the recipe's object, the output `number`, the input `number`, the tensor of storage `number`, a
-   view of that, a view of the slab as its dtype `number`, and a new tensor of the object's arguments. */
-enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
+   view of that, a view of the slab as its dtype `number`, a new tensor of the object's arguments, and what the object
+   makes of the inputs and the storages. */
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, MADE };
 
 static PyObject *name_view;
 
@@ -19,7 +20,7 @@ int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab
     self->recipes = count;
     for (Py_ssize_t i = 0; i < count; i++) {
         Recipe *each = &self->recipe[i];
-        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, storages, storages, types, 1};
+        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, storages, storages, types, 1, 1};
         if (!is_tuple(PyTuple_GET_ITEM(recipes, i), "recipe", i)
             || !PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i),
                                  "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind, &n,
@@ -32,7 +33,7 @@ int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab
         Py_INCREF(each->size);
         Py_INCREF(each->stride);
         Py_INCREF(each->offset);
-        if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]
+        if (each->kind < GIVEN || each->kind > MADE || n < 0 || n >= ends[each->kind]
             || (each->kind == SAVED && !slab)) {
             PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
             return -1;
@@ -74,11 +75,7 @@ static PyObject *typed_slabs(const Outputs *self, PyObject *slab) {
 }
 
 PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages, PyObject *slab) {
-    PyObject *result, *typed;
-    if (self->make != Py_None) {
-        PyObject *args[] = {source, storages, slab ? slab : Py_None};
-        return PyObject_Vectorcall(self->make, args, 3, NULL);
-    }
+    PyObject *result, *typed, *args[] = {source, storages};
     if (!(typed = typed_slabs(self, slab))) return NULL;
     if (!(result = PyTuple_New(self->recipes))) {
         Py_DECREF(typed);
@@ -95,6 +92,7 @@ PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages
         case PART: out = view_of(self, PyTuple_GET_ITEM(storages, each->number), each); break;
         case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each); break;
         case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
+        case MADE: out = PyObject_Vectorcall(each->object, args, 2, NULL); break;
         }
         if (!out) {
             Py_CLEAR(result);

@@ -19,7 +19,6 @@ typedef struct {
     Recipe *recipe;
     PyObject *types;               /* dtypes of views of the slab */
     PyObject *empty, *reinterpret; /* make a tensor, and a view of one */
-    PyObject *make;                /* makes all outputs if a recipe can't, or None */
 } Outputs;
 
 /* Reads recipes (kind, number, object, size, stride, offset), a tuple, for so many storages, with a slab or without.

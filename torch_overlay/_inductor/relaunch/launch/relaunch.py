@@ -34,8 +34,9 @@ from torch._dynamo.utils import counters
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Empty,
     Given,
+    maker_of,
     OfStorage,
-    output_maker,
+    part_maker,
     Recipe,
     reinterpret,
     Repeated,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 
 # As in the C source.
-GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY = range(7)
+GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, MADE = range(8)
 
 
 class Misaligned(Exception):
@@ -67,7 +68,6 @@ def bind(relaunch: Relaunch) -> Any:
     types: dict[torch.dtype, int] = {}
     own = {number: i for i, number in enumerate(layout.own)}
     recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
-    simple = None not in recipes
     expressions = [slot.expression for slot in relaunch.template.numbers]
     program = RegisterProgram.of(expressions, layout.computed)
     stream, alloc, release = device.functions
@@ -76,14 +76,13 @@ def bind(relaunch: Relaunch) -> Any:
         masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
         allocations=tuple(map(layout.allocation, layout.own)),
         slab=((layout.saved_size,), (1,), torch.uint8) if layout.saved_size else None,
-        types=tuple(types) if simple else (),
+        types=tuple(types),
         scratch=layout.scratch_size,
         numbers=(program.inputs, program.constants, program.code, program.results),
         order=layout.order,
-        recipes=tuple(recipes) if simple else (),
+        recipes=tuple(recipes),
         empty=device.empty,
         reinterpret=reinterpret,
-        outputs=None if simple else output_maker(layout, device.empty),
         replay=launcher.replay,
         direct=launcher.direct,
         raw=(device.raw_alloc, device.raw_delete, alloc, release),
@@ -97,8 +96,8 @@ def bind(relaunch: Relaunch) -> Any:
 
 def _recipe(
     relaunch: Relaunch, own: Mapping[int, int], output: int, recipe: Recipe, types: dict[torch.dtype, int]
-) -> tuple[Any, ...] | None:
-    """Return (kind, number, object, size, stride, offset) for the C module; None if it can't make this output."""
+) -> tuple[Any, ...]:
+    """Return (kind, number, object, size, stride, offset) for the C module."""
     layout = relaunch.layout
     match recipe:
         case Given(value):
@@ -120,7 +119,8 @@ def _recipe(
                 return WHOLE, made, None, None, None, None
             if primary is not None and primary.dtype == view.dtype and not view.offset % view.dtype.itemsize:
                 return PART, made, None, view.size, view.stride, view.offset // view.dtype.itemsize
-    return None
+            return MADE, 0, part_maker(made, view), None, None, None
+    return MADE, 0, maker_of(recipe, relaunch.device.empty), None, None, None
 
 
 live_relaunches: weakref.WeakSet[Relaunch] = weakref.WeakSet()

@@ -8,12 +8,11 @@ that fails after that has consumed its inputs, like one that fails in compiled c
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.launch.executable import emptied
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
-from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, output_maker, SameInput
+from torch_overlay._inductor.relaunch.memory.outputs import Given, maker_of, OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import values_of
 
@@ -57,10 +56,10 @@ class Split:
         self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
         self.results = arrangement.results
-        # Makes the other outputs, with None in the places of those that come from the stages.
+        # Make the other outputs, with None in the places of those that come from the stages.
         made = {output for output, _ in self.results}
         rest = [Given(None) if i in made else r for i, r in enumerate(layout.recipes)]
-        self.finish = output_maker(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
+        self.makers = [maker_of(recipe, device.empty) for recipe in rest]
 
     def forget(self) -> None:
         for stage in self.stages:
@@ -85,7 +84,9 @@ class Split:
             del made
             for k in drops:
                 slots[k] = None
-        result = list(self.finish(source, (), None))
+        result: list[Any] = []
+        for make in self.makers:
+            result.append(make(source, result))
         for output, slot in self.results:
             result[output] = slots[slot]
         return tuple(result)

@@ -199,81 +199,36 @@ class OutputLayout:
         return names | {self.saved_region: "saved", self.scratch_region: "scratch"}
 
 
-Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
+Maker: TypeAlias = "Callable[[Any, Sequence[Any]], Any]"  # of the inputs, and of storages or earlier outputs
 
 reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 
-def output_maker(layout: OutputLayout, empty: Callable[..., torch.Tensor]) -> Outputs:
-    """Return a function that makes the outputs of a call from its inputs, the storages and the slab of saved outputs.
-    `empty(size, stride, dtype)` makes a tensor."""
-    recipes = layout.recipes
-    own = {number: i for i, number in enumerate(layout.own)}
-    fixed: list[Any] = [None] * len(recipes)
-    whole, of_made, of_slab, of_inputs, same, repeated, empties, computed = [], [], [], [], [], [], [], []
-    seen: set[int] = set()
-    for i, recipe in enumerate(recipes):
-        match recipe:
-            case Given(value):
-                fixed[i] = value
-            case Repeated(output):
-                repeated.append((i, output))
-            case SameInput(position):
-                same.append((i, position))
-            case OfInput(position, view):
-                of_inputs.append((i, position, view))
-            case Computed(expression):
-                computed.append((i, expression))
-            case Empty(view):
-                empties.append((i, (view.size, view.stride, view.dtype)))
-            case OfStorage(number, view) if number in own:
-                primary = layout.primary(number)
-                if view == primary and number not in seen:
-                    whole.append((i, own[number]))
-                else:
-                    of_made.append((i, own[number], view, primary.dtype if primary else None))
-                seen.add(number)
-            case OfStorage(number, view):
-                offset = layout.storages[number].offset + view.offset
-                if offset % view.dtype.itemsize:
-                    raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
-                of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
-    if whole == [(i, i) for i in range(len(recipes))]:
-        return lambda source, made, slab: tuple(made[: len(whole)])  # the slabs come after the outputs
-    types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
-
-    def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
-        result = list(fixed)
-        for i, number in whole:
-            result[i] = made[number]
-        for i, number, view, dtype in of_made:
-            result[i] = view_of_storage(made[number], view, dtype)
-        if slab is not None:
-            typed = {dtype: slab.view(dtype) for dtype in types}
-            for i, dtype, size, stride, offset in of_slab:
-                result[i] = reinterpret(typed[dtype], size, stride, offset)
-        for i, position in same:
-            result[i] = source[position]
-        for i, position, view in of_inputs:
-            result[i] = view_of_input(source[position], view)
-        for i, expression in computed:
-            result[i] = evaluate(expression, source)
-        for i, arguments in empties:
-            result[i] = empty(*arguments)
-        for i, output in repeated:
-            result[i] = result[output]
-        return tuple(result)
-
-    return make
+def maker_of(recipe: Recipe, empty: Callable[..., torch.Tensor]) -> Maker:
+    """Return a function that makes an output of the inputs and of earlier outputs. `empty(size, stride, dtype)` makes a
+    tensor."""
+    match recipe:
+        case Given(value):
+            return lambda inputs, outputs: value
+        case Repeated(output):
+            return lambda inputs, outputs: outputs[output]
+        case SameInput(position):
+            return lambda inputs, outputs: inputs[position]
+        case OfInput(position, view):
+            return lambda inputs, outputs: _view_of_input(inputs[position], view)
+        case Computed(expression):
+            return lambda inputs, outputs: evaluate(expression, inputs)
+        case Empty(view):
+            return lambda inputs, outputs: empty(view.size, view.stride, view.dtype)
+    raise TypeError(f"no input has the memory of {recipe}")
 
 
-def view_of_storage(made: torch.Tensor, view: TensorView, dtype: torch.dtype | None) -> torch.Tensor:
-    if view.dtype == dtype and not view.offset % view.dtype.itemsize:
-        return reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
-    return _typed(made, view, view.offset)
+def part_maker(number: int, view: TensorView) -> Maker:
+    """Return a function that makes a view, of any type, of the storage that is allocated as number `number`."""
+    return lambda inputs, storages: _typed(storages[number], view, view.offset)
 
 
-def view_of_input(source: torch.Tensor, view: TensorView) -> torch.Tensor:
+def _view_of_input(source: torch.Tensor, view: TensorView) -> torch.Tensor:
     if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
         return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
     return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)

@@ -1,43 +1,56 @@
 """`_inductor.relaunch.memory.outputs`: results have the type and strides of the region's."""
 
+from types import SimpleNamespace
+
 import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
+from stand_ins import relaunch_driver
+from torch_overlay._inductor.relaunch.launch.executable import call_maker
+from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
     Given,
     OfInput,
     OfStorage,
-    output_maker,
     OutputLayout,
     Repeated,
     SameInput,
     Storage,
     TensorView,
 )
+from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
 def vector(size, dtype=torch.float32, offset=0):
     return TensorView((size,), (1,), dtype, offset)
 
 
-def empty(size, stride, dtype):
-    return torch.empty_strided(size, stride, dtype=dtype)
+class TestOutputs(TestCase):
+    def empty(self, size, stride, dtype):
+        made = torch.empty_strided(size, stride, dtype=dtype)
+        made.view(torch.uint8).random_(0, 60)
+        self.allocated.append(made)
+        return made
 
+    def relaunch(self, recipes, storages):
+        layout, template = OutputLayout((), tuple(storages), tuple(recipes), ()), Template(0, (), ())
+        device = SimpleNamespace(empty=self.empty, index=0, current=int, stream_of=lambda index: 0)
+        device.functions, device.raw_alloc, device.raw_delete = (0, 0, 0), None, None
+        make_call = call_maker(relaunch_driver.module(), 0, template)
+        launcher = SimpleNamespace(make_call=make_call, template=template, replay=lambda: None, direct=False)
+        return Relaunch(device, layout, launcher, ())
 
-class TestOutputMaker(TestCase):
     def make(self, recipes, storages=(), inputs=()):
         """Return the outputs, the storages and the slab of a call."""
-        layout = OutputLayout((), tuple(storages), tuple(recipes), ())
-        made = [empty(*layout.allocation(number)) for number in layout.own]
-        for tensor in made:
-            tensor.view(torch.uint8).random_()
-        slab = None
-        if layout.saved_size:
-            slab = torch.empty(layout.saved_size, dtype=torch.uint8).random_(0, 60)
-        return output_maker(layout, empty)(inputs, made, slab), made, slab
+        relaunch = self.relaunch(recipes, storages)
+        self.allocated = []
+        outputs = relaunch.launch([*inputs])
+        found = dict(zip(relaunch.layout.order, self.allocated))
+        slab = len(relaunch.layout.own)
+        return outputs, [found[k] for k in range(slab)], found.get(slab)
 
     def test_storages_alone(self):
         recipes = [OfStorage(0, vector(4)), OfStorage(1, vector(3, torch.int64))]
@@ -83,7 +96,7 @@ class TestOutputMaker(TestCase):
 
     def test_view_between_elements_of_the_slab(self):
         recipes = [OfStorage(0, vector(1, torch.float32, 2))]
-        with self.assertRaisesRegex(ValueError, "output 0 lies at byte 2 of the slab"):
+        with self.assertRaisesRegex(ValueError, "output 0 lies between elements of the slab"):
             self.make(recipes, [Storage(16, True, 0)])
 
     def test_inputs(self):
@@ -111,8 +124,8 @@ class TestOutputMaker(TestCase):
         self.assertIs(outputs[5], made)
 
     def test_calls_share_nothing(self):
-        layout = OutputLayout((), (Storage(16),), (Given(1), OfStorage(0, vector(4))), ())
-        make = output_maker(layout, empty)
-        first, second = (make((), [torch.randn(4)], None) for _ in "ab")
+        self.allocated = []
+        relaunch = self.relaunch((Given(1), OfStorage(0, vector(4))), [Storage(16)])
+        first, second = (relaunch.launch([]) for _ in "ab")
         self.assertNotEqual(first[1].data_ptr(), second[1].data_ptr())
         self.assertEqual(first[0], 1)
