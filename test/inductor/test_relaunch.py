@@ -1143,8 +1143,9 @@ class TestRandomNumbers(RelaunchTestCase):
 
         recording = self.device.new_recording(1)
         recording.fixed = [64, 128]
-        held = capture.Capture(lambda args: args, [torch.ones(4)], [64], AllocationPlan(random=True), recording)
-        segments = held.run(CodeFacts("region", 0)).segments
+        plan, code = AllocationPlan(random=True), CodeFacts("region", 0)
+        request = capture.CaptureRequest(self.device, lambda args: args, [torch.ones(4)], [64], plan, code)
+        segments = capture.Capture(request, recording).run().segments
         recording.close()
         found = [(s.address, s.size, s.delta) for s in segments if s.region == FIXED]
         self.assertEqual(found, [(64, 8, 0), (128, 8, 8)])

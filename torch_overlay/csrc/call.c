@@ -1,8 +1,88 @@
-/* A relaunch as one call: Note [A relaunch]. */
+/* A relaunch as one call: Note [A relaunch]. `call` reads and checks all that a `Call` is to know. */
 
-#include "call.h"
 #include "data_ptr.h"
+#include "device.h"
+#include "launch_memory.h"
 #include "module.h"
+#include "outputs.h"
+#include "patch.h"
+
+#include <structmember.h>
+
+/* Stands for counters[group][name]. The objects belong to whoever has the counter. */
+typedef struct {
+    PyObject *counters, *group, *name;
+    const void *seen[5]; /* where it was: to prefetch, never to read */
+} Counter;
+
+typedef struct {
+    Py_ssize_t position;
+    uint64_t mask;
+} Input;
+
+/* An executable bound to a layout. */
+typedef struct {
+    PyObject_HEAD
+    Blocks blocks;
+    Device device;
+    Py_ssize_t inputs, least; /* least: so many inputs a call has at the least */
+    Input *input;
+    Program numbers;
+    Layout layout;
+    Outputs outputs;
+    Counter counter;
+    PyObject *replay; /* keeps the executable; not called if the driver launches */
+    int direct;
+    PyObject *misaligned;
+    unsigned long long launches, patched; /* patched: nodes set for them */
+} Call;
+
+/* -- the counter */
+
+/* Does counters[group][name] += 1 if both are dictionaries, as they mostly are. 1: they are not. -1: an error. */
+static int add_in_dictionaries(Counter *self) {
+    PyObject *group, *before, *after;
+    int overflow, code;
+    long count;
+    if (!PyDict_Check(self->counters) || !(group = PyDict_GetItemWithError(self->counters, self->group))
+        || !PyDict_Check(group) || !(before = PyDict_GetItemWithError(group, self->name)) || !PyLong_CheckExact(before))
+        return PyErr_Occurred() ? -1 : 1;
+    count = PyLong_AsLongAndOverflow(before, &overflow);
+    if (overflow || count == LONG_MAX) return 1;
+    if (!(after = PyLong_FromLong(count + 1))) return -1;
+    code = PyDict_SetItem(group, self->name, after);
+    self->seen[0] = self->counters;
+    self->seen[1] = group;
+    self->seen[2] = after;
+    self->seen[3] = ((PyDictObject *)self->counters)->ma_keys;
+    self->seen[4] = ((PyDictObject *)group)->ma_keys;
+    Py_DECREF(after);
+    return code;
+}
+
+/* Adds one. Returns 0, or -1 with an error. */
+static int counter_add(Counter *self) {
+    PyObject *group, *before, *one, *after = NULL;
+    int code = add_in_dictionaries(self);
+    if (code <= 0) return code;
+    if (!(group = PyObject_GetItem(self->counters, self->group))) return -1;
+    code = -1;
+    before = PyObject_GetItem(group, self->name);
+    one = PyLong_FromLong(1);
+    if (before && one && (after = PyNumber_Add(before, one))) code = PyObject_SetItem(group, self->name, after);
+    Py_DECREF(group);
+    Py_XDECREF(before);
+    Py_XDECREF(one);
+    Py_XDECREF(after);
+    return code;
+}
+
+/* Prefetches the five objects on the way to the count, long before they are needed. */
+static inline void counter_fetch(const Counter *self) {
+    for (size_t i = 0; i < sizeof self->seen / sizeof *self->seen; i++) __builtin_prefetch(self->seen[i]);
+}
+
+/* -- launching */
 
 static __thread int launching; /* this thread holds a lock, so it must wait for no other: Note [A relaunch] */
 
@@ -61,7 +141,9 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
     return code;
 }
 
-PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
+/* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, or an input is
+   misaligned. `originals`: the caller's tensors where inputs are copies, or NULL. */
+static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t regions = layout_regions(&self->layout), count = regions + (size_t)self->numbers.results;
     Memory memory = {NULL, NULL, NULL};
@@ -105,9 +187,189 @@ done:
     return result;
 }
 
+/* -- binding */
+
+static PyTypeObject *call_type;
+
+#define AT(field) offsetof(Call, field)
+
+/* The objects that a call owns. */
+static const size_t objects[] = {AT(layout.empty),      AT(layout.storages), AT(layout.slab),   AT(layout.raw_alloc),
+                                 AT(layout.raw_delete), AT(outputs.types),   AT(outputs.empty), AT(outputs.reinterpret),
+                                 AT(counter.counters),  AT(counter.group),   AT(counter.name),  AT(replay),
+                                 AT(misaligned)};
+
+#define OBJECTS (sizeof objects / sizeof *objects)
+
+static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)self + objects[i]); }
+
+static void call_dealloc(Call *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
+    outputs_clear(&self->outputs);
+    layout_clear(&self->layout);
+    program_clear(&self->numbers);
+    device_clear(&self->device);
+    blocks_clear(&self->blocks);
+    PyMem_Free(self->input);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static int bind_inputs(Call *self, PyObject *positions, PyObject *masks) {
+    if (!(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(masks) != self->inputs || (size_t)self->inputs > self->blocks.regions) {
+        PyErr_SetString(PyExc_ValueError, "so many inputs are no regions");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+        Input *each = &self->input[i];
+        each->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
+        each->mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i));
+        if (PyErr_Occurred()) return -1;
+        if (each->position < 0 || each->position == PY_SSIZE_T_MAX) {
+            PyErr_SetString(PyExc_ValueError, "an input at a position that no list has");
+            return -1;
+        }
+        if (each->position >= self->least) self->least = each->position + 1;
+    }
+    return 0;
+}
+
+/* The results are the values of the number slots. */
+static int read_numbers(Call *self, PyObject *numbers) {
+    const Program *program = &self->numbers;
+    if (program_init(&self->numbers, numbers)) return -1;
+    if ((size_t)program->results != self->blocks.words) {
+        PyErr_SetString(PyExc_ValueError, "so many number slots have no numbers");
+        return -1;
+    }
+    self->least = program->least;
+    return 0;
+}
+
+/* Each region that a node points into needs memory. */
+static int check_regions(const Call *self) {
+    const Layout *layout = &self->layout;
+    size_t slab = slab_region(layout), regions = layout_regions(layout);
+    for (size_t r = 0; r < self->blocks.regions; r++) {
+        int is_pointed = self->blocks.first[r] < self->blocks.first[r + 1];
+        int has_none = (r == slab && layout->slab == Py_None) || (r == slab + 1 && !layout->scratch);
+        if (r < regions && !(is_pointed && has_none)) continue;
+        PyErr_Format(PyExc_ValueError, "region %zu has no memory", r);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"exec",      "nodes",      "slots",       "regions",     "words",   "rebuild", "by_graph",
+                            "positions", "masks",      "allocations", "slab",        "types",   "scratch", "numbers",
+                            "order",     "recipes",    "empty",       "reinterpret", "replay",  "direct",  "raw",
+                            "device",    "misaligned", "counters",    "group",       "counter", NULL};
+    PyObject *positions, *masks, *numbers, *order, *recipes, *device;
+    unsigned long long alloc, release;
+    Call *self = (Call *)call_type->tp_alloc(call_type, 0);
+    Layout *layout;
+    Outputs *outputs;
+    Counter *counter;
+    Parts parts;
+    Py_ssize_t scratch;
+    if (!self) return NULL;
+    layout = &self->layout;
+    outputs = &self->outputs;
+    counter = &self->counter;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!OO!nOO!O!OOOp(OOKK)OOOOO", names, &parts.exec,
+                                     &PyTuple_Type, &parts.nodes, &PyTuple_Type, &parts.slots, &parts.regions,
+                                     &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph, &PyTuple_Type,
+                                     &positions, &PyTuple_Type, &masks, &PyTuple_Type, &layout->storages, &layout->slab,
+                                     &PyTuple_Type, &outputs->types, &scratch, &numbers, &PyTuple_Type, &order,
+                                     &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
+                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
+        /* The references that were parsed are borrowed: drop them. */
+        memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+        Py_DECREF(self);
+        return NULL;
+    }
+    outputs->empty = layout->empty;
+    for (size_t i = 0; i < OBJECTS; i++) Py_INCREF(owned(self, i));
+    self->inputs = layout->inputs = PyTuple_GET_SIZE(positions);
+    layout->scratch = (size_t)scratch;
+    layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
+    layout->release = (int (*)(Handle))(uintptr_t)release;
+    if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
+        || bind_inputs(self, positions, masks) || layout_init(layout, order)
+        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None, &self->least)
+        || check_regions(self)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *call_try_launch(Call *self, PyObject *inputs) { return run_call(self, inputs, NULL, 1); }
+
+static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "launch(inputs, originals=None)");
+    return run_call(self, args[0], count == 2 ? args[1] : NULL, 0);
+}
+
+static PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks) {
+    uint64_t bad = 0;
+    if (!PyList_CheckExact(tensors) || !PyTuple_CheckExact(indices) || !PyTuple_CheckExact(masks)
+        || PyTuple_GET_SIZE(indices) != PyTuple_GET_SIZE(masks))
+        return PyErr_Format(PyExc_TypeError, "aligned() wants a list of tensors, and two tuples of one length");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(indices); i++) {
+        Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(indices, i));
+        uint64_t mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i)), address;
+        PyObject *tensor;
+        int code;
+        if (PyErr_Occurred()) return NULL;
+        if (index < 0 || index >= PyList_GET_SIZE(tensors))
+            return PyErr_Format(PyExc_IndexError, "aligned(): there is no tensor %zd", index);
+        tensor = Py_NewRef(PyList_GET_ITEM(tensors, index));
+        code = address_of(tensor, &address);
+        Py_DECREF(tensor);
+        if (code) return NULL;
+        bad |= address & mask;
+    }
+    return PyBool_FromLong(!bad);
+}
+
+static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "aligned(inputs, positions, masks)");
+    return aligned(args[0], args[1], args[2]);
+}
+
+static PyMethodDef call_methods[] = {
+    {"try_launch", (PyCFunction)call_try_launch, METH_O,
+     "try_launch(inputs): the outputs, or None if it is not the time"},
+    {"launch", (PyCFunction)(void (*)(void))call_launch, METH_FASTCALL, "launch(inputs, originals=None): the outputs"},
+    {"aligned", (PyCFunction)(void (*)(void))call_aligned, METH_FASTCALL,
+     "aligned(inputs, positions, masks): has no address a bit of its mask?"},
+    {NULL}};
+static PyMemberDef call_members[] = {
+    {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},
+    {"patched", T_ULONGLONG, offsetof(Call, patched), READONLY, "nodes set in all launches"},
+    {NULL}};
+static PyType_Slot call_slots[] = {
+    {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};
+static PyType_Spec call_spec = {"cuda_driver_c.Call", sizeof(Call), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
+
 static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBool_FromLong(launching); }
 
 static PyMethodDef methods[] = {
-    {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"}, {NULL}};
+    {"call", (PyCFunction)(void (*)(void))py_call, METH_VARARGS | METH_KEYWORDS, "call(...): a Call of an executable"},
+    {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"},
+    {NULL}};
 
-PART(.module = "relaunch", .methods = methods)
+static int init(PyObject *module) {
+    return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
+}
+
+PART(.module = "relaunch", .methods = methods, .init = init)

@@ -103,7 +103,6 @@ extern struct Driver {
 int load_driver(void);
 /* Returns the driver's text for a CUresult. */
 const char *text_of(int code);
-/* Sets a RuntimeError with the driver's text for the code; returns NULL. */
 /* The extension module; the loader gives it the class `DriverError`. */
 extern PyObject *extension;
 

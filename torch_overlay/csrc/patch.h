@@ -2,8 +2,20 @@
 
 #pragma once
 
-#include "node.h"
+#include "driver_api.h"
 #include "numbers.h"
+
+/* The parameters of a node, as the driver reads them. Its block is the driver's struct, then the arguments' values,
+ * then the array that points to them. */
+typedef struct {
+    Handle handle, context;
+    unsigned char *block;
+    size_t size; /* of the block, without the array that points into it */
+    char *label;
+    int kind; /* KERNEL, FILL or COPY */
+} Node;
+
+enum { KERNEL, FILL, COPY };
 
 /* A pointer slot. */
 typedef struct {

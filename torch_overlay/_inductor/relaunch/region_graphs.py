@@ -19,7 +19,8 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import causes, compiled_region, runners, split_off
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
-from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest, capturing
+from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
 from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 

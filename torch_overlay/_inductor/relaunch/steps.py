@@ -410,13 +410,12 @@ class _Builder:
             self.built, self.constants, self.kept = [], [], []
             steps = tuple([self._step(i, step) for i, step in enumerate(self.shown.steps)])
             result = self._operand(self.shown.result)
-        program = RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions)
         pooled = [
             (kind, len(self.words) + self.numbers[of], ()) if kind <= NUMBER_F else (kind, 0, of)
             for kind, of in self.pool
         ]
         return {
-            "numbers": (program.inputs, program.constants, program.code, program.results),
+            "numbers": RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions),
             "words": tuple([LETTERS.index(letter) for letter, _ in self.words]),
             "constants": tuple(self.constants),
             "builds": (*pooled, *self.built),

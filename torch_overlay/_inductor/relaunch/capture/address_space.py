@@ -33,8 +33,7 @@ from typing import Any
 
 import torch
 
-from torch_overlay import csrc
-from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
+from torch_overlay._inductor.relaunch.launch.executable import implementation
 
 
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
@@ -43,14 +42,6 @@ BLOCKS = 8  # so many blocks should do for the inputs,
 LARGEST = 64 << 20  # unless one would have more bytes
 
 pools_made: set[tuple[int, int]] = set()  # ids of the pools of all spaces: torch's statistics list them for ever
-
-
-def _functions() -> Any:
-    """Return the functions of C. Raise `Unprovable` if they can't be built: then there are no CUDA graphs."""
-    try:
-        return csrc.extension().relaunch
-    except csrc.NotBuiltError as error:
-        raise Unprovable("c-module", str(error)) from None
 
 
 @functools.cache
@@ -67,7 +58,7 @@ class AddressSpace:
         address space than the capture can ask for. `inputs`: how many bytes its inputs have."""
         index = device if isinstance(device, int) else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._module = module or _functions()
+        self._module = module or implementation()
         self._range: int | None = self._module.reserve(self.device.index, size, gap, min(inputs // BLOCKS, LARGEST))
         self._pools: list[torch.cuda.MemPool] = []
         self._before: list[int | None] = []

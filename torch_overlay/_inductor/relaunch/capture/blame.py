@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_overlay._inductor.relaunch.capture.capture import Capture
 from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.causes import log
@@ -35,8 +36,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
+    from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
     from torch_overlay._inductor.relaunch.capture.culprit import Culprit
-    from torch_overlay._inductor.relaunch.capture.make_graph import CaptureRequest
 
 
 class CaptureFailed(Exception):
@@ -93,7 +94,7 @@ def find_culprit(request: CaptureRequest) -> Culprit | None:
     """Capture as the first capture of `make_graph` does, and return the operator in which that fails."""
     suspects = Suspects(request.namespace, request.device.is_capture_broken)
     with contextlib.suppress(Exception), recordings(request) as new_recording, suspects:
-        request.capture(new_recording(1))
+        Capture(request, new_recording(1)).run()
     return suspects.found
 
 
@@ -114,7 +115,7 @@ def _capture_filled(request: CaptureRequest, last: int | None = None) -> tuple[S
     with recordings(request) as new_recording, new_recording(1) as recording:
         recording.fill()
         with contextlib.suppress(Exception), suspects:
-            request.capture(recording)
+            Capture(request, recording).run()
         return suspects, recording.is_written()
 
 
@@ -135,7 +136,7 @@ def find_launcher(request: CaptureRequest, refusal: Unprovable) -> Culprit | Non
     with contextlib.suppress(Exception), recordings(request) as new_recording:
         recording = new_recording(1)
         with Launchers(request.namespace, recording.nodes) as launchers:
-            captured = request.capture(recording)
+            captured = Capture(request, recording).run()
         did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
         return launchers.culprit(request.device.handle_of(captured, int(number)), did)
     return None

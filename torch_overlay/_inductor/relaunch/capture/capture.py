@@ -24,7 +24,7 @@ import gc
 import weakref
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 
@@ -58,6 +58,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprova
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
@@ -78,24 +79,38 @@ class Captured:
     asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
 
 
+class CaptureRequest(NamedTuple):
+    """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
+    aligned. `numbers`: values of the inputs that a launch is to compute with, by position."""
+
+    device: Cuda
+    model: Callable[[list[Any]], Any]
+    inputs: Sequence[Any]
+    alignments: Sequence[int]
+    plan: AllocationPlan
+    code: CodeFacts
+    numbers: Mapping[int, Any] = MappingProxyType({})
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        return namespace_of(self.model) or {}
+
+
 class Capture:
-    """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
-    of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
-    `numbers`: values of the inputs that are traced, by position."""
+    """One capture of a region. `holes`: sizes of the free blocks of the device's allocator. `with_uses`: note which
+    memory matrix products read and write. `numbers`: values that are traced, if others than those of the request."""
 
     def __init__(
         self,
-        model: Callable[[list[Any]], Any],
-        inputs: Sequence[Any],
-        alignments: Sequence[int],
-        plan: AllocationPlan,
+        request: CaptureRequest,
         recording: Any,
         holes: Sequence[int] = (),
         with_uses: bool = False,
-        numbers: Mapping[int, Any] = MappingProxyType({}),
+        numbers: Mapping[int, Any] | None = None,
     ) -> None:
-        self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
-        self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
+        self.request, self.recording, self.holes, self.with_uses = request, recording, holes, with_uses
+        self.inputs, self.plan = request.inputs, (plan := request.plan)
+        self.numbers = request.numbers if numbers is None else numbers
         self.launches = Launches(recording.nodes)
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
@@ -103,7 +118,8 @@ class Capture:
         self.observer = Placing(plan, recording, self.placed, with_uses)
         self.operators = Operators(plan, recording, self.observer)
 
-    def run(self, code: CodeFacts) -> Captured:
+    def run(self) -> Captured:
+        code = self.request.code
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The region must hold the only references: when it drops one, it won't use that input again.
@@ -112,12 +128,12 @@ class Capture:
             watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()
-                namespace = namespace_of(self.model)
+                namespace = namespace_of(self.request.model)
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
                 lines = self.recording.noting_lines(namespace)
                 with observed(namespace, self.observer), tracing, watch, lines, self.operators:
                     given, stand_ins = stand_ins, []
-                    outputs = self.model(given)
+                    outputs = self.request.model(given)
                     del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
                 self.operators.end_group()
@@ -170,7 +186,7 @@ class Capture:
             raise Unprovable("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
             raise Unprovable("device", f"input {position} is on {value.device}")
-        made = self.recording.place(view_of(value), self.alignments[position])
+        made = self.recording.place(view_of(value), self.request.alignments[position])
         if made.data_ptr():
             self.input_at[made.data_ptr()] = position
             self.observer.lives.begin(made)

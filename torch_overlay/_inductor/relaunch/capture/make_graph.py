@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from types import MappingProxyType
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan, namespace_of
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.recording import check, no_collection
 from torch_overlay._inductor.relaunch.launch import executable
@@ -28,9 +26,9 @@ from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.device import Cuda
+    from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
@@ -42,27 +40,6 @@ COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 
 # One capture at a time in the process: while one thread captures, any other thread runs its region as compiled.
 capturing = threading.Lock()
-
-
-class CaptureRequest(NamedTuple):
-    """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
-    aligned. `numbers`: values of the inputs that a launch is to compute with, by position."""
-
-    device: Cuda
-    model: Callable[[list[Any]], Any]
-    inputs: Sequence[Any]
-    alignments: Sequence[int]
-    plan: AllocationPlan
-    code: CodeFacts
-    numbers: Mapping[int, Any] = MappingProxyType({})
-
-    @property
-    def namespace(self) -> dict[str, Any]:
-        return namespace_of(self.model) or {}
-
-    def capture(self, recording: Any, **options: Any) -> Captured:
-        options = {"numbers": self.numbers, **options}
-        return Capture(self.model, self.inputs, self.alignments, self.plan, recording, **options).run(self.code)
 
 
 def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
@@ -87,7 +64,7 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
     others = {k: perturbed(value) for k, value in request.numbers.items()}
 
     def capture(recording: Any, **options: Any) -> Captured:
-        return request.capture(recording, holes=holes, **options)
+        return Capture(request, recording, holes=holes, **options).run()
 
     with recordings(request) as new_recording:
         first = capture(new_recording(1), with_uses=with_uses)

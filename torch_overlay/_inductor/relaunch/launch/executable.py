@@ -69,7 +69,7 @@ ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
 def call_maker(module: Any, exec_handle: int, template: Template, rebuild: Rebuild | None = None) -> Callable[..., Any]:
-    """Return a function that makes the C module's `Call` of an executable graph (`csrc/bind.c`), with a parameter block
+    """Return a function that makes the C module's `Call` of an executable graph (`csrc/call.c`), with a parameter block
     for each node that has a pointer slot or number slot of the template. `rebuild(error)` makes another executable, if
     the driver can't set the copies in the one there is.
 

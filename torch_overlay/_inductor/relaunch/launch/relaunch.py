@@ -69,7 +69,6 @@ def bind(relaunch: Relaunch) -> Any:
     own = {number: i for i, number in enumerate(layout.own)}
     recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
     expressions = [slot.expression for slot in relaunch.template.numbers]
-    program = RegisterProgram.of(expressions, layout.computed)
     stream, alloc, release = device.functions
     return launcher.make_call(
         positions=layout.inputs,
@@ -78,7 +77,7 @@ def bind(relaunch: Relaunch) -> Any:
         slab=((layout.saved_size,), (1,), torch.uint8) if layout.saved_size else None,
         types=tuple(types),
         scratch=layout.scratch_size,
-        numbers=(program.inputs, program.constants, program.code, program.results),
+        numbers=RegisterProgram.of(expressions, layout.computed),
         order=layout.order,
         recipes=tuple(recipes),
         empty=device.empty,

@@ -213,7 +213,6 @@ SMALL = 1 << 20  # bytes; if all scratch allocations together have no more, pack
 
 @dataclass(frozen=True)
 class Stage:
-    nodes: tuple[int, ...]  # in the captured graph
     layout: OutputLayout  # its input k is the tensor in slot takes[k]
     template: Template
     takes: tuple[int, ...]
@@ -448,7 +447,6 @@ class _Cut:
     def _make(self, number: int) -> Stage:
         proven, spans = self.proven, self.spans
         begin, end = self.stage_cuts[number], self.ends[number]
-        indices = tuple(sorted(self.order.order[begin:end]))
         touched = {r for r, holders in enumerate(self.order.holders) if (holders >> begin) & ((1 << (end - begin)) - 1)}
         last = number == len(self.stage_cuts) - 1
         # A storage that no node touches is made by the last stage.
@@ -465,13 +463,12 @@ class _Cut:
         places |= {r: (len(takes) + i, 0) for i, r in enumerate(own)}
         places |= {r: (places[home][0], offset) for r, (home, offset) in self.at.items() if home in places}
         places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
-        nodes = [proven.template.nodes[i] for i in indices]
+        nodes = [proven.template.nodes[i] for i in sorted(self.order.order[begin:end])]
         template = _moved(proven, places, nodes, made.scratch_region + 1)
         given = {k: i for i, k in enumerate(self.whole.numbers, start=len(takes))}
         numbers = [slot._replace(expression=moved(slot.expression, given)) for slot in template.numbers]
         template = dataclasses.replace(template, numbers=tuple(numbers))
         return Stage(
-            indices,
             made,
             template,
             tuple(self.slot[r] for r in takes),

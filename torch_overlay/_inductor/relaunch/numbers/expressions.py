@@ -22,8 +22,7 @@ import ctypes
 import functools
 import math
 import operator
-from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
@@ -146,8 +145,7 @@ CODES = {name: number for number, name in enumerate(OPERATIONS)}  # as in the C 
 LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 
 
-@dataclass(frozen=True)
-class RegisterProgram:
+class RegisterProgram(NamedTuple):
     """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
     one for the result of each operation. Types are 0 for integers and 1 for floats."""
 
