@@ -92,7 +92,7 @@ class TestRanges(DriverCase):
         for gap in (1, 3):
             made, addresses = self.fill(100, 2 * MiB, 5 * MiB, gap=gap)
             self.module.seal(made)
-            low, high = self.module.bounds(made)
+            low, high = self.module.state(made)[:2]
             distances = [b - a - gap * GAP for a, b in zip([low, *addresses], [*addresses, high])]
             self.assertEqual(distances, [0, 512, 2 * MiB, 5 * MiB])
             self.assertEqual(self.module.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
@@ -112,7 +112,7 @@ class TestRanges(DriverCase):
 
     def test_allocations_leave_no_block_on_the_stack(self):
         made = self.module.reserve(0, 1 << 40)
-        low, high = self.module.bounds(made)
+        low, high = self.module.state(made)[:2]
         driver.library.stub_litter()
         self.module.use(made)
         self.module.take(made, BLOCK)
@@ -141,7 +141,7 @@ class TestRanges(DriverCase):
         self.assertEqual(self.module.allocations(made), list(zip(addresses, (0, 100))))
         self.assertEqual(self.module.allocations(made, 1), [(addresses[1], 100)])
         self.assertEqual(self.module.allocations(made, 2), [])
-        self.assertEqual(self.module.count(made), 2)
+        self.assertEqual(self.module.state(made)[2], 2)
         self.module.seal(made)
         with self.assertRaisesRegex(RuntimeError, "the range is sealed, for an allocation of 5 bytes"):
             self.module.take(made, 5)
@@ -151,7 +151,7 @@ class TestRanges(DriverCase):
 
     def test_all_of_an_allocation_maps_one_small_block(self):
         made, (address,) = self.fill(3 * BLOCK - 5 * MiB)
-        low = self.module.bounds(made)[0]
+        low = self.module.state(made)[0]
         (handle, size, *_) = driver.calls("create")[0]
         self.assertEqual(int(size), BLOCK)
         maps = [(int(at, 16) - low, int(size), int(offset), h) for at, size, offset, h in driver.calls("map")]
@@ -180,7 +180,7 @@ class TestRanges(DriverCase):
 
     def test_many_small_allocations_need_few_calls(self):
         made, addresses = self.fill(*[100_000] * 1000)
-        low, high = self.module.bounds(made)[0], addresses[-1] + 100_000
+        low, high = self.module.state(made)[0], addresses[-1] + 100_000
         self.assertLessEqual(len(driver.calls("map")), (high - low) // BLOCK + 5)
         self.assertLessEqual(len(driver.calls("access")), (high - low) // (4 * BLOCK) + 4)
         self.drop(made, addresses)
@@ -217,8 +217,8 @@ class TestRanges(DriverCase):
         first, a = self.fill(100)
         self.module.seal(first)
         second, b = self.fill(100)
-        self.assertLess(self.module.bounds(first)[1], self.module.bounds(second)[0])
-        self.assertEqual(self.module.bounds(first)[0] + BLOCK, self.module.bounds(second)[0])
+        self.assertLess(self.module.state(first)[1], self.module.state(second)[0])
+        self.assertEqual(self.module.state(first)[0] + BLOCK, self.module.state(second)[0])
         self.assertEqual(len(driver.calls("reserve")), 1)
         self.drop(first, a)
         self.drop(second, b)
@@ -227,12 +227,12 @@ class TestRanges(DriverCase):
         self.assertEqual(self.allocate(100), [None])
         made, addresses = self.fill(*3 * [BLOCK - 2 * MiB], bytes=2 * BLOCK)
         self.assertEqual([address is None for address in addresses], [False, False, True])
-        self.assertEqual(self.module.error(made), f"the range is too small, for an allocation of {10 * MiB} bytes")
+        self.assertEqual(self.module.state(made)[3], f"the range is too small, for an allocation of {10 * MiB} bytes")
         self.assertEqual(self.allocate(100), [None])  # it is not in use
         self.module.use(made)
         for device, why in ((1, "another device than the range's"), (0, "the range is sealed")):
             self.assertEqual(self.allocate(100, device=device), [None])
-            self.assertEqual(self.module.error(made), f"{why}, for an allocation of 100 bytes")
+            self.assertEqual(self.module.state(made)[3], f"{why}, for an allocation of 100 bytes")
             self.module.seal(made)
         self.module.use(None)
         self.drop(made, addresses[:2])
@@ -302,7 +302,7 @@ class TestRanges(DriverCase):
             self.assertEqual(self.allocate(size), [None])
             self.assertEqual(driver.left()[1], 0)
             self.assertEqual(
-                self.module.error(made),
+                self.module.state(made)[3],
                 f"CUDA driver error in {name}: out of memory (2), for an allocation of {size} bytes",
             )
             (address,) = self.allocate(size)
@@ -375,7 +375,7 @@ class TestRanges(DriverCase):
             self.drop(one, addresses)
 
     def test_unknown_range(self):
-        for call in ("use", "seal", "release", "allocations", "bounds", "error", "take"):
+        for call in ("use", "seal", "release", "allocations", "state", "take"):
             with self.assertRaisesRegex(ValueError, "there is no range 12345"):
                 getattr(self.module, call)(12345, *([1] if call == "take" else []))
 

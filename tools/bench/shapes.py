@@ -176,7 +176,7 @@ class _Served:
     def _kept(self) -> dict[str, Any]:
         from torch_overlay._inductor.relaunch import causes, runners
 
-        return {"executables": runners.counts()["execs"], "refusals": causes.refusals()[:3]}
+        return {"executables": runners.counts()["templates"], "refusals": causes.refusals()[:3]}
 
 
 def measure(

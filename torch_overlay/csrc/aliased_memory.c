@@ -420,17 +420,6 @@ static PyObject *py_use(PyObject *module, PyObject *arg) {
     return PyLong_FromUnsignedLongLong(before);
 }
 
-static PyObject *py_count(PyObject *module, PyObject *arg) {
-    uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    size_t count = 0;
-    Range *range;
-    if (PyErr_Occurred()) return NULL;
-    pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) count = range->count;
-    pthread_mutex_unlock(&lock);
-    return range ? PyLong_FromSize_t(count) : no_range(id);
-}
-
 static PyObject *py_allocations(PyObject *module, PyObject *args) {
     unsigned long long id, first = 0;
     Allocation *copy = NULL;
@@ -463,31 +452,16 @@ static PyObject *py_allocations(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyObject *py_bounds(PyObject *module, PyObject *arg) {
+static PyObject *py_state(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    unsigned long long low = 0, high = 0;
-    Range *range;
+    Range *range, copy;
     if (PyErr_Occurred()) return NULL;
     pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) {
-        low = range->low;
-        high = range->high;
-    }
-    pthread_mutex_unlock(&lock);
-    return range ? Py_BuildValue("KK", low, high) : no_range(id);
-}
-
-static PyObject *py_error(PyObject *module, PyObject *arg) {
-    uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    char copy[sizeof((Range *)0)->error] = "";
-    Range *range;
-    if (PyErr_Occurred()) return NULL;
-    pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) memcpy(copy, range->error, sizeof copy);
+    if ((range = range_of(id))) copy = *range;
     pthread_mutex_unlock(&lock);
     if (!range) return no_range(id);
-    if (!*copy) Py_RETURN_NONE;
-    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
+    return Py_BuildValue("KKnz", (unsigned long long)copy.low, (unsigned long long)copy.high, (Py_ssize_t)copy.count,
+                         *copy.error ? copy.error : NULL);
 }
 
 static PyObject *py_counts(PyObject *module, PyObject *unused) {
@@ -511,9 +485,7 @@ static PyMethodDef methods[] = {
     {"release", py_release, METH_O, "release(range): unmap it"},
     {"allocations", py_allocations, METH_VARARGS,
      "allocations(range, first=0): [(address, requested size)] in order, from that one on"},
-    {"count", py_count, METH_O, "count(range): how many allocations there are"},
-    {"bounds", py_bounds, METH_O, "bounds(range): (low, high)"},
-    {"error", py_error, METH_O, "error(range): why the last allocation failed, or None"},
+    {"state", py_state, METH_O, "state(range): (low, high, how many allocations, why the last one failed or None)"},
     {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
     {NULL}};
 

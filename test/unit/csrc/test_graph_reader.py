@@ -143,7 +143,7 @@ class TestNativeRead(TestCase):
 
     def test_structure(self):
         edges = [(11, 12, True), (12, 13, True), (11, 13, False)]
-        wanted = cu.Structure([11, 12, 13], [cu.KERNEL, cu.EMPTY, cu.KERNEL], [cu.Edge(*edge) for edge in edges])
+        wanted = cu.Structure([11, 12, 13], [cu.KERNEL, cu.EMPTY, cu.KERNEL], edges)
         self.assertEqual(self.driver.structure(1), wanted)
         self.assertEqual(self.driver.structure(2), cu.Structure([], [], []))
         self.assertEqual([self.driver.count(graph) for graph in (1, 2)], [3, 0])

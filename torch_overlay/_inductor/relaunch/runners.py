@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.capture import recording
-from torch_overlay._inductor.relaunch.launch import executable, relaunch
+from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 
 
@@ -38,7 +38,6 @@ def counts() -> dict[str, int]:
     return {
         "runners": sum(bool(runner.states) for runner in list(known)),
         "templates": len(relaunch.live_relaunches),
-        "execs": len(executable.live_launchers),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
     }
 

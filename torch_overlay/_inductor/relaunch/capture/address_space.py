@@ -62,8 +62,7 @@ class AddressSpace:
         self._range: int | None = self._module.reserve(self.device.index, size, gap, min(inputs // BLOCKS, LARGEST))
         self._pools: list[torch.cuda.MemPool] = []
         self._before: list[int | None] = []
-        # Bounds, allocations and error, after close().
-        self._last: tuple[tuple[int, int], list[tuple[int, int]], str | None]
+        self._last: tuple[Any, list[tuple[int, int]]]  # the state and the allocations, after close()
 
     def __enter__(self) -> AddressSpace:
         if self._range is None:
@@ -95,16 +94,16 @@ class AddressSpace:
         self._module.clear_stack()
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        return self._last[0] if self._range is None else self._module.bounds(self._range)
+    def _state(self) -> tuple[int, int, int, str | None]:
+        return self._last[0] if self._range is None else self._module.state(self._range)
 
     @property
     def low(self) -> int:
-        return self.bounds[0]
+        return self._state[0]
 
     @property
     def high(self) -> int:
-        return self.bounds[1]
+        return self._state[1]
 
     def allocations(self, first: int = 0) -> list[tuple[int, int]]:
         """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
@@ -112,17 +111,17 @@ class AddressSpace:
 
     def count(self) -> int:
         """Return the number of segments."""
-        return len(self._last[1]) if self._range is None else self._module.count(self._range)
+        return self._state[2]
 
     def error(self) -> str | None:
         """Return why the last allocation failed, if one did; torch only says that it is out of memory."""
-        return self._last[2] if self._range is None else self._module.error(self._range)
+        return self._state[3]
 
     def close(self) -> None:
         """Free the device's memory. The list of allocations can still be read; their addresses map no memory."""
         if self._range is None:
             return
-        self._last = self.bounds, self.allocations(), self.error()
+        self._last = self._state, self.allocations()
         self._pools.clear()
         closing, self._range = self._range, None
         self._module.release(closing)

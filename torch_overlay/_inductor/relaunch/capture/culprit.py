@@ -55,28 +55,20 @@ class Culprit:
     is_innocent: bool = False  # splitting it off would be wrong: there was no memory, or all models are made of it
 
 
-class _Watched(TorchDispatchMode):
-    """A dispatch mode that sees what the generated module with these globals calls."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.namespace = namespace
-
-
 class Stopped(Exception):
     """A capture has gone as far as it was to."""
 
 
-class Suspects(_Watched):
+class Suspects(TorchDispatchMode):
     """A dispatch mode for a capture that is expected to fail. `found` is the first operator called by the generated
     module with these globals that raises, or after which `is_broken()`. `opaque` are the calls of operators that are
     not torch's; after call `last` of these, the capture is stopped."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool], last: int | None = None) -> None:
-        super().__init__(namespace)
-        self.is_broken, self.last = is_broken, last
+        super().__init__()
+        self.namespace, self.is_broken, self.last = namespace, is_broken, last
         self.found: Culprit | None = None
         self.opaque: list[Culprit] = []
 
@@ -101,13 +93,15 @@ class Suspects(_Watched):
             self.found = Culprit(name_of(func), line, did(error), innocent)
 
 
-class Launchers(_Watched):
+class Launchers(TorchDispatchMode):
     """A dispatch mode that notes which operator of a region made each node of its graph."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]) -> None:
         """`nodes()` returns the handles of the nodes that the graph has so far."""
-        super().__init__(namespace)
-        self.nodes = nodes
+        super().__init__()
+        self.namespace, self.nodes = namespace, nodes
         self.made: dict[int, tuple[Any, str]] = {}  # handle -> operator and line
         self._known: set[int] = set()
 

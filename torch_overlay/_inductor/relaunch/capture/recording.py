@@ -55,37 +55,26 @@ CALLERS = "the caller's"  # the key of the stream that the region is launched on
 exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = []
 
 
-class Streams:
-    """Streams of a device that only captures use. They are made when they are first needed, and kept."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.made: list[torch.cuda.Stream] = []
-
-    def get(self, number: int) -> torch.cuda.Stream:
-        while len(self.made) <= number:
-            from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
-
-            with torch.cuda.device(self.index):
-                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            if int(code):
-                raise DriverError("cuStreamCreate", int(code), code.name)
-            self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
-        return self.made[number]
-
-
 @functools.cache
-def streams_of(index: int) -> Streams:
-    return Streams(index)
+def capture_stream(index: int, number: int = 0) -> torch.cuda.Stream:
+    """Return one of the streams of a device that only captures use. They are made when they are first needed, and
+    kept."""
+    from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
+
+    with torch.cuda.device(index):
+        code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    if int(code):
+        raise DriverError("cuStreamCreate", int(code), code.name)
+    return torch.cuda.ExternalStream(int(handle), device=index)
 
 
 @contextlib.contextmanager
-def exchanged_streams(streams: Streams) -> Iterator[None]:
-    """Replace the streams that the `exchanges` know by these. Note [Streams of a capture]."""
+def exchanged_streams(stream_of: Callable[[int], torch.cuda.Stream]) -> Iterator[None]:
+    """Replace the streams that the `exchanges` know by numbered ones. Note [Streams of a capture]."""
     names: dict[Hashable, int] = {CALLERS: 0}
 
     def instead(key: Hashable) -> torch.cuda.Stream:
-        return streams.get(names.setdefault(key, len(names)))
+        return stream_of(names.setdefault(key, len(names)))
 
     with contextlib.ExitStack() as stack:
         for exchange in exchanges:
@@ -228,7 +217,7 @@ class Recording:
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
-            driver, stream = Driver(), streams_of(self.device.index).get(0)
+            driver, stream = Driver(), capture_stream(self.device.index)
             self._capturing = driver, driver.captured_into(stream.cuda_stream)
         return self._capturing
 
@@ -276,8 +265,7 @@ class Recording:
     @contextlib.contextmanager
     def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
         """Capture into the graph what this thread launches."""
-        streams = streams_of(self.device.index)
-        main = streams.get(0)
+        main = capture_stream(self.device.index)
         main.wait_stream(torch.cuda.current_stream(self.device))
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
@@ -287,7 +275,7 @@ class Recording:
             stack.callback(torch._C._cuda_clearCublasWorkspaces)
             stack.enter_context(no_collection())
             stack.enter_context(torch.cuda.stream(main))
-            stack.enter_context(exchanged_streams(streams))
+            stack.enter_context(exchanged_streams(functools.partial(capture_stream, self.device.index)))
             stack.enter_context(self._graph_begun())
             if random:
                 self._hold_generators(inputs)

@@ -53,16 +53,10 @@ PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edge
 MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
 
 
-class Edge(NamedTuple):
-    before: int
-    after: int
-    plain: bool  # full completion, as opposed to a programmatic or launch-order dependency
-
-
 class Structure(NamedTuple):
     nodes: list[int]
     kinds: list[int]  # of the nodes, in the same order
-    edges: list[Edge]
+    edges: list[tuple[int, int, bool]]  # plain ones mean full completion, others are programmatic or launch-order
 
 
 def handle_of(graph: Any) -> int:
@@ -84,8 +78,7 @@ class Driver:
         self.fast = fast or csrc.extension().graph
 
     def structure(self, graph: int) -> Structure:
-        nodes, kinds, edges = self.fast.structure(graph)
-        return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
+        return Structure(*self.fast.structure(graph))
 
     def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...]]:
         return self.fast.kernels(nodes)

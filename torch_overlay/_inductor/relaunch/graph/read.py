@@ -68,7 +68,7 @@ def read(
             case (func, kern, ctx, grid, block, shared_bytes, name, values):
                 nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, values))
     number = {node: index for index, node in enumerate(graph_nodes)}
-    edges = tuple(sorted([(number[edge.before], number[edge.after]) for edge in graph_edges]))
+    edges = tuple(sorted([(number[before], number[after]) for before, after, _ in graph_edges]))
     return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high)
 
 

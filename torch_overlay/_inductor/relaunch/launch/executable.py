@@ -33,7 +33,6 @@ import functools
 import logging
 import os
 import struct
-import weakref
 from operator import itemgetter
 from typing import Any, TYPE_CHECKING
 
@@ -313,9 +312,6 @@ class Rebuild:
         return self.graph.raw_cuda_graph_exec()
 
 
-live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-
-
 def emptied(template: Template) -> Template:
     """Return a template without its nodes and pointer slots."""
     return dataclasses.replace(template, nodes=(), slots=())
@@ -335,7 +331,6 @@ class Launcher:
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
         )
-        live_launchers.add(self)
 
     def forget(self) -> None:
         """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
