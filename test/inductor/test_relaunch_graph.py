@@ -4,7 +4,6 @@ Without a GPU the driver is a fake that keeps graphs in dictionaries, with the r
 kernels for memset and memcpy nodes are compiled for a device, and run by Triton's interpreter.
 """
 
-import ctypes
 import re
 import unittest
 import unittest.mock
@@ -18,7 +17,7 @@ from stand_ins.graph_api import FakeApi
 from torch_overlay import orders
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch import graph, keys
-from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read, tidy
+from torch_overlay._inductor.relaunch.graph import driver as cu, read, tidy
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment, Unprovable
@@ -37,10 +36,10 @@ class FakeKernels:
 
     def fill(self, target, value, element_size, count):
         arguments = u64(target), u32(value), u64(element_size * count)
-        return edit.KernelLaunch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
+        return cu.KernelLaunch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
 
     def copy(self, target, source, size):
-        return edit.KernelLaunch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
+        return cu.KernelLaunch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
 
 
 class GraphTest(unittest.TestCase):
@@ -169,7 +168,7 @@ class TestRead(GraphTest):
     def test_driver_error_names_the_function(self):
         with self.assertRaisesRegex(DriverError, r"error in cuGraphAddKernelNode: CUDA_ERROR_INVALID_VALUE \(1\)"):
             self.api.forbidden.add(0)
-            self.driver.add_kernel(0x77, [], self.api.real.CUDA_KERNEL_NODE_PARAMS())
+            self.driver.add_kernel(0x77, [], cu.KernelLaunch(0, (1, 1, 1), (1, 1, 1), 0, ()))
 
     def test_every_driver_function_exists(self):
         from cuda.bindings import driver
@@ -544,7 +543,7 @@ class TestOnGpu(unittest.TestCase):
         graph = self.capture(lambda: target.copy_(source))
         driver = Driver()
         handle = graph.raw_cuda_graph()
-        editor = edit.Editor(driver, handle, structure := driver.structure(handle))
+        editor = tidy.Editor(driver, handle, structure := driver.structure(handle))
         (node,) = structure.nodes
         editor.replace(node, fill_copy_kernels.copy(target.data_ptr() + 1, source.data_ptr(), 1001))
         for launch in (
@@ -554,9 +553,7 @@ class TestOnGpu(unittest.TestCase):
             fill_copy_kernels.fill(target.data_ptr() + 16386, 0x1234, 2, 3),
             fill_copy_kernels.fill(target.data_ptr() + 20480, 0x01020304, 4, 4096),
         ):
-            extra = edit.kernel_params(driver.api, launch, array := self.arguments(launch))
-            driver.add_kernel(handle, [], extra)
-            del array
+            driver.add_kernel(handle, [], launch)
         graph.instantiate()
         target.zero_()
         graph.replay()
@@ -568,10 +565,6 @@ class TestOnGpu(unittest.TestCase):
         expected[16386:16392] = torch.tensor([0x34, 0x12] * 3, dtype=torch.uint8)
         expected[20480 : 20480 + 4 * 4096] = torch.tensor([4, 3, 2, 1] * 4096, dtype=torch.uint8)
         self.assertTrue(torch.equal(target.cpu(), expected), (target.cpu() != expected).nonzero()[:10])
-
-    def arguments(self, launch):
-        self.buffers = [ctypes.create_string_buffer(v, len(v)) for v in launch.arguments]
-        return (ctypes.c_void_p * len(self.buffers))(*map(ctypes.addressof, self.buffers))
 
     def test_library_kernels_are_read_whole(self):
         torch = self.torch
@@ -637,5 +630,4 @@ class TestOnGpu(unittest.TestCase):
             captured.append(read.read(graph, segments, space.low, space.high, driver=driver))
             keep.append((tensors, graph, space))
         found = prove(*captured, foreign=read.freed_memory(torch.cuda.memory_snapshot))
-        print(found.table({0: "x", 1: "y", 2: "scratch"}))
         self.assertLessEqual({0, 1}, {s.region for s in found.slots})

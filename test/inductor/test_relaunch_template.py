@@ -568,24 +568,6 @@ class TestStructure(ProofTest):
         self.assertEqual(len(prove(captures.capture("a"), b).slots), 3)
 
 
-class TestTable(expecttest.TestCase):
-    def test_table(self):
-        def build(at):
-            yield kernel(0, u64(at(0)), u64(at(2, 1024)), u32(64), name="triton_poi_fused_add_0")
-            yield kernel(1, bytes(64) + u64(at(2, 1024)), bytes(8) + u64(at(1)), name="nvjet_tst_64x8")
-
-        table = Captures(build).prove().table({0: "input 0", 1: "output 0", 2: "scratch"})
-        self.assertExpectedInline(
-            table,
-            """\
-region    node  kernel                  parameter  offset  delta
-input 0   0     triton_poi_fused_add_0  0          0       0
-output 0  1     nvjet_tst_64x8          1          8       0
-scratch   0     triton_poi_fused_add_0  1          0       1024
-scratch   1     nvjet_tst_64x8          0          64      1024""",
-        )
-
-
 LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 PIECES = st.one_of(
     st.tuples(st.just("pointer"), st.integers(0, 4), st.integers(0, 1 << 20)),

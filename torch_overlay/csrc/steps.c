@@ -10,7 +10,7 @@
 
 enum { SLOT, CONSTANT, POOLED, BUILT }; /* kinds of operands */
 
-enum { POINTER, NULL_POINTER, WORD, BYTES }; /* kinds of parameters */
+enum { POINTER, WORD, BYTES }; /* kinds of parameters */
 
 enum { NUMBER_I, NUMBER_F, TUPLE, LIST }; /* kinds of what is built */
 

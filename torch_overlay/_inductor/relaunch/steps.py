@@ -387,7 +387,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 SLOT, CONSTANT, POOLED, BUILT = range(4)  # kinds of operands, as in the C source
-POINTER, NULL_POINTER, WORD, BYTES = range(4)  # kinds of parameters
+POINTER, WORD, BYTES = range(3)  # kinds of parameters
 NUMBER_I, NUMBER_F, TUPLE, LIST = range(4)  # kinds of what is built
 
 
@@ -456,7 +456,7 @@ class _Builder:
         grid = tuple([(True, self._word(GRID, v)) if isinstance(v, Number) else (False, v) for v in step.grid])
         parameters = [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, step.arguments, strict=True)]
         for scratch in ("has_global_scratch", "has_profile_scratch"):
-            parameters += [(NULL_POINTER, 0, 0)] if getattr(binary, scratch, False) else []
+            parameters += [(BYTES, 0, 0)] if getattr(binary, scratch, False) else []
         self.kept.append(binary)
         threads = WARP * binary.num_warps
         return None, (), grid, tuple(parameters), self.drops[i], binary.function, threads, binary.shared, binary.name
@@ -468,7 +468,7 @@ class _Builder:
         if isinstance(value, Slot):
             return POINTER, value.number, 0
         if value is None:
-            return NULL_POINTER, 0, 0
+            return BYTES, 0, 0
         if isinstance(value, torch.Tensor):
             self.kept.append(value)
             return BYTES, 0, value.data_ptr()

@@ -15,6 +15,7 @@ The C source is `csrc/graph_reader.c`.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -51,6 +52,16 @@ INVALID_VALUE = 1
 CAPTURE_INVALIDATED = 2
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
 MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel and its arguments, one per parameter that the function declares."""
+
+    func: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    arguments: tuple[bytes, ...]
 
 
 class Structure(NamedTuple):
@@ -170,7 +181,15 @@ class Driver:
         capture has outside of its range."""
         return self.memory_kind(address) == MEMORY_DEVICE
 
-    def add_kernel(self, graph: int, before: list[int], params: Any) -> int:
+    def add_kernel(self, graph: int, before: list[int], launch: KernelLaunch) -> int:
+        values = [ctypes.create_string_buffer(value, len(value)) for value in launch.arguments]
+        array = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        params = self.api.CUDA_KERNEL_NODE_PARAMS()
+        params.func = self.api.CUfunction(launch.func)
+        params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
+        params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
+        params.sharedMemBytes = launch.shared_bytes
+        params.kernelParams = ctypes.addressof(array)  # the driver copies the arguments
         nodes = [self.api.CUgraphNode(n) for n in before]
         return int(self.call("cuGraphAddKernelNode", self.api.CUgraph(graph), nodes, len(nodes), params))
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from torch_overlay._inductor.relaunch.graph.edit import KernelLaunch
+from torch_overlay._inductor.relaunch.graph.driver import KernelLaunch
 
 
 if TYPE_CHECKING:

@@ -3,6 +3,10 @@
 `tidy` has to run on every capture: memset nodes and device-to-device memcpy nodes become kernel nodes (see
 `graph.fill_copy_kernels`), and edges that other edges imply are removed. It treats equal graphs equally, so two
 captures stay comparable. It keeps a node that it can't replace.
+
+Note [Which edges are implied]
+An edge u -> v is implied if another path leads from u to v on which every edge means full completion. Programmatic
+edges (a kernel may start while its predecessor is still running) imply nothing and are never removed.
 """
 
 from __future__ import annotations
@@ -11,15 +15,54 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
-from torch_overlay._inductor.relaunch.graph.edit import Editor, KernelLaunch
 from torch_overlay._inductor.relaunch.graph.read import copy_node
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
+from torch_overlay.csrc import DriverError
+from torch_overlay.orders import implied_edges
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.graph.driver import Driver
+    from torch_overlay._inductor.relaunch.graph.driver import Driver, KernelLaunch, Structure
+
+
+class Editor:
+    """A graph under edit, with its current edges."""
+
+    def __init__(self, driver: Driver, graph: int, structure: Structure) -> None:
+        self.driver, self.graph = driver, graph
+        # Edges that mean full completion, by their ends; a dictionary of nodes is an ordered set.
+        self.before: dict[int, dict[int, None]] = {node: {} for node in structure.nodes}
+        self.after: dict[int, dict[int, None]] = {node: {} for node in structure.nodes}
+        self.special: set[int] = set()
+        for before, after, plain in structure.edges:
+            if plain:
+                self.before[after][before] = self.after[before][after] = None
+            else:
+                self.special |= {before, after}
+
+    def replace(self, node: int, launch: KernelLaunch) -> None:
+        if node in self.special:
+            raise Unprovable("edges", "it has programmatic dependencies")
+        before, after = list(self.before[node]), list(self.after[node])
+        new = self.driver.add_kernel(self.graph, before, launch)
+        try:
+            self.driver.add_edges(self.graph, [(new, v) for v in after])
+            self.driver.destroy(node)
+        except DriverError:
+            self.driver.destroy(new)
+            raise
+        self.before[new], self.after[new] = self.before.pop(node), self.after.pop(node)
+        for other in before:
+            del self.after[other][node]
+            self.after[other][new] = None
+        for other in after:
+            del self.before[other][node]
+            self.before[other][new] = None
+
+    def remove_implied_edges(self) -> None:
+        self.driver.remove_edges(self.graph, implied_edges(self.after))
 
 
 def tidy(graph: Any, *, driver: Driver) -> list[str]:

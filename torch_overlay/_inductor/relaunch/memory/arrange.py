@@ -85,8 +85,7 @@ def cuts(held: Sequence[LaunchMemory], length: int, most: int, slack: int) -> li
     total = sum(h.size for h in held)
     grid = _candidates(held, length)
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
-    sums = _Sums([*slabs, *(h for h in held if not h.slab)])
-    need = {(a, b): sums.between(a, b) - shared for (a, b), shared in _shared(slabs, grid).items()}
+    need = _needs([*slabs, *(h for h in held if not h.slab)], grid)
     goal, stage_cuts = _fewest(need, grid, most, slack)
     if len(stage_cuts) < 2:
         return [0]
@@ -128,6 +127,12 @@ def _most_at_a_moment(held: Sequence[LaunchMemory], grid: Sequence[int]) -> dict
         if cell < len(most):
             most[cell] = max(most[cell], live)
     return {(a, grid[j + 1]): max(most[i : j + 1]) for i, a in enumerate(grid[:-1]) for j in range(i, len(most))}
+
+
+def _needs(held: Sequence[LaunchMemory], grid: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return, for each part between two places of the grid, the bytes that it needs at once."""
+    sums, shared = _Sums(held), _shared([h for h in held if h.slab], grid)
+    return {(a, b): sums.between(a, b) - saved for (a, b), saved in shared.items()}
 
 
 def _shared(slabs: Sequence[LaunchMemory], grid: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -180,28 +185,11 @@ def _candidates(held: Sequence[LaunchMemory], length: int) -> list[int]:
     return sorted({0, length, *heavy, *[length * i // CANDIDATES for i in range(1, CANDIDATES)]})
 
 
-def _need_of_stage(held: Sequence[LaunchMemory], begin: int, end: int) -> int:
-    """Return the bytes that the part [begin, end) needs at once."""
-    total = 0
-    steps: dict[int, int] = {}
-    for h in held:
-        if h.first >= end or h.last < begin:
-            continue
-        if h.slab and h.first >= begin and h.last < end:
-            steps[h.first] = steps.get(h.first, 0) + h.size
-            steps[h.last + 1] = steps.get(h.last + 1, 0) - h.size
-        else:
-            total += h.size
-    live = most = 0
-    for at in sorted(steps):
-        live += steps[at]
-        most = max(most, live)
-    return total + most
-
-
 def need_of(held: Sequence[LaunchMemory], stage_cuts: Sequence[int], length: int) -> int:
     """Return the bytes that the part that needs most needs at once."""
-    return max(_need_of_stage(held, a, b) for a, b in zip(stage_cuts, [*stage_cuts[1:], length], strict=True))
+    grid = [*stage_cuts, length]
+    needs = _needs(held, grid)
+    return max(needs[part] for part in itertools.pairwise(grid))
 
 
 MOST_STAGES = 8

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
-
-from torch_overlay.table import aligned
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 
 # The region of a segment whose memory keeps its address after the capture: pointers to it are not patched.
@@ -149,12 +143,3 @@ class Template:
     nodes: tuple[Node, ...]
     slots: tuple[PointerSlot, ...]
     numbers: tuple[NumberSlot, ...] = ()
-
-    def table(self, names: Mapping[int, str] | None = None) -> str:
-        """Return a text table with one line for each pointer slot, sorted by region."""
-        rows = [("region", "node", "kernel", "parameter", "offset", "delta")]
-        for slot in sorted(self.slots, key=lambda s: (s.region, s.node, s.parameter, s.offset)):
-            region = (names or {}).get(slot.region, str(slot.region))
-            kernel = self.nodes[slot.node].name
-            rows.append((region, str(slot.node), kernel, str(slot.parameter), str(slot.offset), str(slot.delta)))
-        return "\n".join(aligned(rows))
