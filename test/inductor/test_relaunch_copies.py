@@ -76,7 +76,9 @@ class TestSettle(TestCase):
     def settle(self, given: Template, nodes: dict[int, Any]) -> tuple[Api, torch.Tensor | None]:
         api = Api()
         api.params.update(nodes)
-        return api, executable.settle(given, lambda n: torch.empty(n, dtype=torch.uint8), cu.Driver(api, api))
+        return api, executable.settle(
+            given, lambda size, stride, dtype: torch.empty(size, dtype=dtype), cu.Driver(api, api)
+        )
 
     def test_device_sides_point_at_real_memory_and_host_sides_stay(self) -> None:
         api, memory = self.settle(template(), {})

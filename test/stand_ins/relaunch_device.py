@@ -484,9 +484,6 @@ class FakeDevice:
             self.numbered.append(what)
         return self.numbers[key]
 
-    def handle_of(self, captured: Any, number: int) -> int:
-        return number
-
     def is_capture_broken(self) -> bool:
         return self.broken
 

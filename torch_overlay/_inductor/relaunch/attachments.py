@@ -52,7 +52,7 @@ def check_streams(model: Any) -> None:
     """Refuse a region that has to order streams of the caller's. A partition orders its side streams against the
     caller's stream alone, and the code around the partition orders them against other streams. Code that is not
     partitioned does both itself."""
-    namespace = namespace_of(model) or {}
+    namespace = namespace_of(model)
     for name in names_in(model):
         spec = getattr(namespace.get(name), "spec", None)
         if isinstance(spec, RegionSpec) and (spec.objects or _orders_others(spec)):

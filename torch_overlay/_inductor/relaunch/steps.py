@@ -36,7 +36,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_overlay._inductor.relaunch.capture.allocations import ALLOCATOR, namespace_of
+from torch_overlay._inductor.relaunch.capture.allocations import ALLOCATOR, function_of, namespace_of
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
@@ -301,9 +301,7 @@ def _name(function: Any) -> str:
 
 def _codes(model: Any, namespace: dict[str, Any]) -> Iterator[types.CodeType]:
     """Yield the code of a generated function, and of those of its module that it uses."""
-    while not hasattr(model, "__code__"):
-        model = getattr(model, "__func__", None) or model.func
-    waiting, seen = [model.__code__], set()
+    waiting, seen = [function_of(model).__code__], set()
     while waiting:
         if (code := waiting.pop()) in seen:
             continue
@@ -349,7 +347,7 @@ def stand_ins(model: Any, namespace: dict[str, Any], follower: Follower) -> dict
 
 def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -> tuple[Any, Followed | str]:
     """Run generated code. Return its result, and what it did; or why that can't be taken for steps."""
-    namespace = namespace_of(model) or {}
+    namespace = namespace_of(model)
     follower = Follower(device, namespace)
     count, numbers = len(inputs), {k: v for k, v in enumerate(inputs) if type(v) in NUMBERS}
     for value in inputs:
@@ -510,7 +508,7 @@ class Steps:
         self._before = 0  # runs of what it replaced
         self._first: Followed | None = None
         self._numbers: list[dict[int, Any]] = []  # of all calls that were followed
-        self._left = MOST if ALLOCATOR in (namespace_of(model) or {}) else 0
+        self._left = MOST if ALLOCATOR in namespace_of(model) else 0
 
     @property
     def runs(self) -> int:

@@ -102,31 +102,22 @@ class Verified:
         for generator, before in zip(_generators(inputs), state[1:], strict=True):
             generator.set_state(before)
 
-    def _is_unwritten(self, output: int) -> bool:
-        """True if no node of the graph holds an address in the output's memory. Such an output is uninitialized, as it
-        is without a graph: flash attention returns such a tensor."""
+    def _memory(self, output: int) -> tuple[int | None, bool]:
+        """Return the region of an output, and whether a node of the graph may write it: one whose memory no node holds
+        an address in is uninitialized, as it is without a graph. Flash attention returns such a tensor."""
         layout = self.relaunch.layout
         match layout.recipes[output]:
             case Repeated(first):
-                return self._is_unwritten(first)
-            case OfStorage(number, _):
-                storage, region = layout.storages[number], self._region(output)
-                start = 0 if number in layout.own else storage.offset
-                slots = self.relaunch.template.slots
-                return not any(s.region == region and start <= s.delta < start + max(storage.size, 1) for s in slots)
-        return False
-
-    def _region(self, output: int) -> int | None:
-        layout = self.relaunch.layout
-        match layout.recipes[output]:
-            case Repeated(first):
-                return self._region(first)
+                return self._memory(first)
             case SameInput(position) | OfInput(position, _):
-                return self.regions.get(position)
+                return self.regions.get(position), True
             case OfStorage(number, _):
-                own = layout.own
-                return len(layout.inputs) + own.index(number) if number in own else layout.saved_region
-        return None
+                own, storage = layout.own, layout.storages[number]
+                region = len(layout.inputs) + own.index(number) if number in own else layout.saved_region
+                start = 0 if number in own else storage.offset
+                held = range(start, start + max(storage.size, 1))
+                return region, any(s.region == region and s.delta in held for s in self.relaunch.template.slots)
+        return None, True
 
     def _difference(self, want: Run, got: Run, exactly: bool = False) -> Difference | None:
         written = [k for k in self.code.mutated_inputs if capture.is_region(got[0][k])]
@@ -134,8 +125,9 @@ class Verified:
         for i, (a, b) in enumerate(zip(want[1], got[1], strict=True)):
             # Note [Seeds of attention]: a forward without dropout leaves its seeds unwritten.
             is_seed = may_be_seed(a) and not capture.is_region(a) and may_be_seed(b) and capture.is_region(b)
-            if not is_seed and not self._is_unwritten(i):
-                pairs.append((f"output {i}", a, b, self._region(i)))
+            region, may_be_written = self._memory(i)
+            if may_be_written and not is_seed:
+                pairs.append((f"output {i}", a, b, region))
         differences = ((what, region, describe_difference(a, b, exactly)) for what, a, b, region in pairs)
         return next(((what, region, how) for what, region, how in differences if how), None)
 

@@ -157,9 +157,9 @@ _hooks_lock = threading.RLock()  # a finalizer may come here while it is held
 
 
 @contextlib.contextmanager
-def observed(namespace: dict[str, Any] | None, observer: AllocationObserver) -> Iterator[None]:
+def observed(namespace: dict[str, Any], observer: AllocationObserver) -> Iterator[None]:
     """Route the allocations of this thread in the generated module with these globals through the observer."""
-    if namespace is None or ALLOCATOR not in namespace:
+    if ALLOCATOR not in namespace:
         yield
         return
     with _hooks_lock:
@@ -188,11 +188,16 @@ def _hook(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return allocate
 
 
-def namespace_of(model: Any) -> dict[str, Any] | None:
-    """Return the globals of the generated module that a compiled function belongs to."""
+def function_of(model: Any) -> Any:
+    """Return the function that a compiled function is made of; None if it is of another kind."""
     while model is not None and not hasattr(model, "__globals__"):
         model = getattr(model, "__func__", None) or getattr(model, "func", None)
-    return None if model is None else model.__globals__
+    return model
+
+
+def namespace_of(model: Any) -> dict[str, Any]:
+    """Return the globals of the generated module that a compiled function belongs to."""
+    return getattr(function_of(model), "__globals__", {})
 
 
 class Watch(TorchDispatchMode):

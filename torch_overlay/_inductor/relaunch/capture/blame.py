@@ -138,5 +138,5 @@ def find_launcher(request: CaptureRequest, refusal: Unprovable) -> Culprit | Non
         with Launchers(request.namespace, recording.nodes) as launchers:
             captured = Capture(request, recording).run()
         did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
-        return launchers.culprit(request.device.handle_of(captured, int(number)), did)
+        return launchers.culprit(request.device.read(captured).nodes[int(number)].handle, did)
     return None

@@ -93,7 +93,7 @@ class CaptureRequest(NamedTuple):
 
     @property
     def namespace(self) -> dict[str, Any]:
-        return namespace_of(self.model) or {}
+        return namespace_of(self.model)
 
 
 class Capture:
@@ -128,7 +128,7 @@ class Capture:
             watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()
-                namespace = namespace_of(self.request.model)
+                namespace = self.request.namespace
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
                 lines = self.recording.noting_lines(namespace)
                 with observed(namespace, self.observer), tracing, watch, lines, self.operators:

@@ -189,10 +189,6 @@ class Cuda:
             signatures=signatures_of(namespace),
         )
 
-    def handle_of(self, captured: Captured, number: int) -> int:
-        """Return the handle of a node by its number in the proof."""
-        return self.read(captured).nodes[number].handle
-
     def relax(
         self, captured: Captured, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
     ) -> tuple[tuple[int, int], ...]:
@@ -220,7 +216,7 @@ class Cuda:
         """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
         that the launchers follow."""
         graph = captured.recording.graph
-        _held = executable.settle(arrangement.template, self._bytes)  # must live until the executables are made
+        _held = executable.settle(arrangement.template, self.empty)  # must live until the executables are made
         if arrangement.stages:
             try:
                 launchers = self._parts(graph, arrangement)
@@ -259,9 +255,6 @@ class Cuda:
                 return multiprocessors
 
         return room
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        return self.empty((count,), (1,), torch.uint8)
 
     def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
         launchers = []

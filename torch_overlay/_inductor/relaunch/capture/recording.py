@@ -36,6 +36,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
+from torch_overlay._inductor.relaunch.capture.allocations import function_of
 from torch_overlay._inductor.relaunch.causes import COMMUNICATION
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
@@ -185,7 +186,7 @@ class Recording:
         of how many bytes, if that is known."""
         apart, before = IsolatedAllocations(), self.space.count()
         then = (0, 0) if asked is not None else self.owner.allocated()
-        with self._selected(self.space.pool(no_split=True)):
+        with self.within(self.space.pool(no_split=True)):
             yield apart
         if self.space.count() == before:
             return
@@ -195,10 +196,6 @@ class Recording:
 
     def new_pool(self) -> Any:
         return self.space.pool()
-
-    def within(self, pool: Any) -> contextlib.AbstractContextManager[None]:
-        """Make this thread allocate from the pool."""
-        return self._selected(pool)
 
     def count(self) -> int:
         """Return how many nodes the graph has so far."""
@@ -241,7 +238,7 @@ class Recording:
         return [b["size"] for b in blocks if b["state"] == "active_allocated"]
 
     @contextlib.contextmanager
-    def _selected(self, pool: Any) -> Iterator[None]:
+    def within(self, pool: Any) -> Iterator[None]:
         """Make this thread allocate from the pool, and from no other."""
         index, before = self.device.index, self._active
         if before is not None:
@@ -279,9 +276,9 @@ class Recording:
             stack.enter_context(self._graph_begun())
             if random:
                 self._hold_generators(inputs)
-            with self._selected(self.space.pool()):
+            with self.within(self.space.pool()):
                 self._check_pool()
-            stack.enter_context(self._selected(self.space.pool()))
+            stack.enter_context(self.within(self.space.pool()))
             yield
 
     def _check_pool(self) -> None:
@@ -379,5 +376,5 @@ def check_collectives(model: Any) -> None:
 
 def names_in(model: Any) -> tuple[str, ...]:
     """Return the names of globals and attributes in the code of a compiled function."""
-    code = getattr(getattr(model, "__func__", model), "__code__", None)
-    return code.co_names if code is not None else ()
+    function = function_of(model)
+    return function.__code__.co_names if function is not None else ()

@@ -260,11 +260,9 @@ def extent(node: CopyNode, parameter: int) -> int:
     return node.width + pitch * (height - 1 + rows * (depth - 1))
 
 
-def settle(
-    template: Template, empty: Callable[[int], torch.Tensor], driver: Driver | None = None
-) -> torch.Tensor | None:
+def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Driver | None = None) -> torch.Tensor | None:
     """Point the memcpy nodes of a graph at ordinary memory, before the graph is instantiated or cloned. Return that
-    memory, which has to live until the graph is instantiated. `empty(nbytes)` allocates it."""
+    memory, which has to live until the graph is instantiated. `empty(size, stride, dtype)` allocates it."""
     nodes = moving(template)
     if not nodes:
         return None
@@ -272,7 +270,7 @@ def settle(
     # Two halves, for the two ends of a copy.
     half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
     half = -(-half // 512) * 512
-    memory = empty(2 * half)
+    memory = empty((2 * half,), (1,), torch.uint8)
     for node, parameters in nodes.items():
         addresses = {p: memory.data_ptr() + p * half for p in parameters}
         driver.set_memcpy(node.handle, pointed(node, addresses))

@@ -100,10 +100,9 @@ class LaunchedBy:
         return getattr(self._kernel, name)
 
 
-def noted(namespace: dict[str, Any] | None, launches: Launches) -> contextlib.AbstractContextManager[None]:
+def noted(namespace: dict[str, Any], launches: Launches) -> contextlib.AbstractContextManager[None]:
     """Note the launches with traced numbers by the kernels of the generated module with these globals. Other threads
     have no such numbers, and what stands for a global does the same as that for them."""
-    scope = {} if namespace is None else namespace
-    kernels = {name: v for name, v in scope.items() if hasattr(v, "launchers") and hasattr(v, "run")}
+    kernels = {name: v for name, v in namespace.items() if hasattr(v, "launchers") and hasattr(v, "run")}
     made = {name: LaunchedBy(kernel, launches.launch) for name, kernel in kernels.items()}
-    return replaced(scope, {**made, **COMPARING})
+    return replaced(namespace, {**made, **COMPARING})

@@ -27,30 +27,33 @@ def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return function handle -> a letter per parameter, for the Triton kernels among a module's globals. Kernels that
     have not been loaded yet, and those with parameters of other kinds, are left out."""
     found: dict[int, str] = {}
+    for _, binary, letters in _binaries(namespace):
+        found.update(dict.fromkeys(_handles(binary), letters))
+    return found
+
+
+def _binaries(namespace: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield each kernel among a module's globals, with each of its kernel objects whose parameters are declared, and a
+    letter per parameter."""
     for value in list(namespace.values()):
         for launcher in getattr(value, "launchers", None) or ():
             binary = binary_of(launcher)
-            letters = _letters(binary)
-            if letters is not None:
-                found.update(dict.fromkeys(_handles(binary), letters))
-    return found
+            if (letters := _letters(binary)) is not None:
+                yield value, binary, letters
 
 
 def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return function handle -> a letter per parameter, for the kernels that Inductor writes. The letter of a pointer
     says whether the kernel only reads there, or may write."""
     found: dict[int, str] = {}
-    for value in list(namespace.values()):
-        if getattr(getattr(value, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
+    for kernel, binary, declared in _binaries(namespace):
+        if getattr(getattr(kernel, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
             continue
-        letters = _reads_and_writes(value)
-        for launcher in getattr(value, "launchers", None) or ():
-            binary = binary_of(launcher)
-            declared = _letters(binary)
-            # Triton's scratch memories are after the parameters that have names.
-            if declared is not None and declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
-                whole = letters + HIDDEN * (len(declared) - len(letters))
-                found.update(dict.fromkeys(_handles(binary), whole))
+        letters = _reads_and_writes(kernel)
+        # Triton's scratch memories are after the parameters that have names.
+        if declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
+            whole = letters + HIDDEN * (len(declared) - len(letters))
+            found.update(dict.fromkeys(_handles(binary), whole))
     return found
 
 
