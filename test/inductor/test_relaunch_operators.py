@@ -28,7 +28,7 @@ class TestOperators(TestCase):
         self.segments: list[dict[int, int]] = []  # that the next operators have
         recording = types.SimpleNamespace(apart=self.apart)
         self.placing = types.SimpleNamespace(lives=Lives(), scratch={}, placed={})
-        self.operators = Operators(AllocationPlan(detail=True), recording, self.placing)
+        self.operators = Operators(AllocationPlan(dying=frozenset([0])), recording, self.placing)
         self.kept: list[torch.Tensor] = []
         self.number = 0
 
@@ -91,6 +91,6 @@ class TestOperators(TestCase):
         self.assertFalse(_is_plain(zeros))
 
     def test_plan_knows(self):
-        self.operators.plan = AllocationPlan(detail=True, asked={0: (1, 300), 1: (1, 700)})
+        self.operators.plan = AllocationPlan(dying=frozenset([0]), asked={0: (1, 300), 1: (1, 700)})
         x = torch.empty(3, 4)
         self.assertEqual([self.run_one(x), self.run_one(x)], [(False, [512]), (False, [1024])])

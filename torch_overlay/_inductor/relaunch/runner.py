@@ -18,8 +18,8 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     otherwise                                                      capture (`region_graphs`), launch
 
 In the first call of a key, libraries and Triton choose their kernels, and the plan of the capture is observed
-(`FirstRuns`): which allocations become outputs, which inputs are seeds of attention or are freed, how far random
-generators advance. The first one with some sizes is observed in full. The allocations of a further one, or of one in
+(`FirstRuns`): which allocations become outputs, which inputs are seeds of attention or are freed, whether random
+numbers are drawn. The first one with some sizes is observed in full. The allocations of a further one, or of one in
 another thread, are the same; which inputs are large is not. Where there are many keys, most get no graph, so a key is
 observed just before its capture. Code that runs as compiled runs as steps of C, if it can (`steps`).
 """
@@ -105,17 +105,16 @@ class FirstRuns:
         return Run(result, with_run(known))
 
     def _before(self, inputs: Sequence[Any]) -> Callable[[AllocationPlan], AllocationPlan]:
-        """Return a function that adds to a plan, after a run, which large inputs of a backward it has freed, and how
-        far it advanced the generators. A graph of a forward doesn't depend on the inputs that are freed."""
+        """Return a function that adds to a plan, after a run, which large inputs of a backward it has freed, and
+        whether it advanced the generators. A graph of a forward doesn't depend on the inputs that are freed."""
         drawn = [(generator, generator.get_offset()) for generator in self.device.generators(inputs)]
         found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if self.is_backward and address_of(v)]
         held = [(k, StorageWeakRef(storage)) for k, storage in found if storage.nbytes() >= LARGE]
 
         def with_run(plan: AllocationPlan) -> AllocationPlan:
             dying = frozenset([k for k, ref in held if ref.expired()])
-            advance = tuple([generator.get_offset() - before for generator, before in drawn])
-            advance = advance if any(advance) else ()
-            return dataclasses.replace(plan, dying=dying, detail=bool(dying), random=bool(advance), drawn=advance)
+            random = any(generator.get_offset() != before for generator, before in drawn)
+            return dataclasses.replace(plan, dying=dying, random=random)
 
         return with_run
 

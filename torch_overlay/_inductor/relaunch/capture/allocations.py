@@ -52,11 +52,14 @@ class AllocationPlan:
     operators: frozenset[int] = frozenset()
     watch: bool = False  # there are outputs that generated code didn't allocate
     random: bool = False  # the region draws random numbers
-    detail: bool = False  # the lives of allocations inside operators are noted, too
     dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
     asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations, bytes, in a capture
     opaque: bool = False  # operators are called that are not torch's
-    drawn: tuple[int, ...] = ()  # how far the random generators advance in a run
+
+    @property
+    def detail(self) -> bool:
+        """True if the lives of allocations inside operators are noted, too."""
+        return bool(self.dying)
 
 
 class AllocationObserver:

@@ -43,6 +43,7 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 
+from torch_overlay._inductor.relaunch.proof.functions import HIDDEN, READ, WRITE
 from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
 from torch_overlay.orders import only_order
 
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
 
 
-READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, in `uses_of`
 CALLER, OUTSIDE = -2, -3  # all inputs; all memory outside of the regions
 Place: TypeAlias = "int | tuple[int, int]"  # a region, or (region, address) of a tensor returned in it
 NEAR = 8  # nodes
