@@ -25,7 +25,7 @@ typedef struct {
     PyObject_HEAD
     Blocks blocks;
     Device device;
-    Py_ssize_t inputs, least; /* least: so many inputs a call has at the least */
+    Py_ssize_t least; /* so many inputs a call has at the least */
     Input *input;
     Program numbers;
     Layout layout;
@@ -89,7 +89,7 @@ static __thread int launching; /* this thread holds a lock, so it must wait for 
 /* Reads the addresses of the inputs. 1: done. 0: one is misaligned. -1: an error. */
 static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     uint64_t bad = 0;
-    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+    for (Py_ssize_t i = 0; i < self->layout.inputs; i++) {
         const Input *each = &self->input[i];
         PyObject *item = PyList_GET_ITEM(inputs, each->position);
         if (!field_address(item, &base[i])) {
@@ -217,15 +217,15 @@ static void call_dealloc(Call *self) {
 }
 
 static int bind_inputs(Call *self, PyObject *positions, PyObject *masks) {
-    if (!(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))) {
+    if (!(self->input = PyMem_Calloc(self->layout.inputs + 1, sizeof(Input)))) {
         PyErr_NoMemory();
         return -1;
     }
-    if (PyTuple_GET_SIZE(masks) != self->inputs || (size_t)self->inputs > self->blocks.regions) {
+    if (PyTuple_GET_SIZE(masks) != self->layout.inputs || (size_t)self->layout.inputs > self->blocks.regions) {
         PyErr_SetString(PyExc_ValueError, "so many inputs are no regions");
         return -1;
     }
-    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+    for (Py_ssize_t i = 0; i < self->layout.inputs; i++) {
         Input *each = &self->input[i];
         each->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
         each->mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i));
@@ -297,7 +297,7 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     }
     outputs->empty = layout->empty;
     for (size_t i = 0; i < OBJECTS; i++) Py_INCREF(owned(self, i));
-    self->inputs = layout->inputs = PyTuple_GET_SIZE(positions);
+    layout->inputs = PyTuple_GET_SIZE(positions);
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;

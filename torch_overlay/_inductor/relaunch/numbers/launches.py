@@ -16,12 +16,12 @@ from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, TYPE
 from torch_overlay._inductor.relaunch.numbers.traced import (
     largest,
     NumberEscaped,
-    NumberUse,
     plain,
     smallest,
     Traced,
 )
 from torch_overlay._inductor.relaunch.proof.functions import binary_of
+from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Launches:
     def __init__(self, nodes: Callable[[], Sequence[int]]) -> None:
         """`nodes()` returns the handles of the nodes that the captured graph has so far."""
         self.nodes = nodes
-        self.uses: list[NumberUse] = []
+        self.uses: list[NumberSlot] = []  # by the handle of the node
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Traced)]
@@ -61,7 +61,7 @@ class Launches:
                 if isinstance(value, Traced):
                     if number >= len(letters) or letters[number] not in TYPES:
                         _escape([value], "a kernel takes it as a type that launches do not convert")
-                    self.uses.append(NumberUse(made[0], number, letters[number], value.expression))
+                    self.uses.append(NumberSlot(made[0], number, letters[number], value.expression))
 
         show(launcher, note, args, kwargs)
         return result

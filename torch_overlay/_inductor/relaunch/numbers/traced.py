@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import operator
 import threading
-from typing import Any, NamedTuple, NoReturn, TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.numbers.expressions import (
     constant,
@@ -36,11 +36,13 @@ from torch_overlay._inductor.relaunch.numbers.expressions import (
     pack,
     Unfit,
 )
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, NumberSlot
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
 
 NUMBERS = (int, float)
@@ -250,15 +252,6 @@ for _kind, _base in ((FollowedInt, int), (FollowedFloat, float)):
         setattr(_kind, _name, getattr(_base, _name) if _is_asked else _or_plain(_name, getattr(Traced, _name)))
 
 
-class NumberUse(NamedTuple):
-    """A `NumberSlot` of a node that is known by its handle yet."""
-
-    handle: int
-    parameter: int
-    letter: str
-    expression: Expression
-
-
 def perturbed(value: Any) -> Any:
     """Return another number of the same type, for a second capture."""
     if type(value) is int:
@@ -267,15 +260,16 @@ def perturbed(value: Any) -> Any:
     return changed if changed - value == 1.0 else 0.5
 
 
-def slots_of(uses: Sequence[NumberUse], numbers: Mapping[int, Any], graph: CapturedGraph) -> tuple[NumberSlot, ...]:
-    """Return the number slots of a captured graph. `numbers`: the values of the traced inputs in the capture. Raises
-    `NumberEscaped` if a parameter is not what its expression says."""
+def slots_of(uses: Sequence[NumberSlot], numbers: Mapping[int, Any], graph: CapturedGraph) -> tuple[NumberSlot, ...]:
+    """Return the number slots of a captured graph: the `uses`, which name their node by its handle yet. `numbers`: the
+    values of the traced inputs in the capture. Raises `NumberEscaped` if a parameter is not what its expression says.
+    """
     index_of = {node.handle: node.index for node in graph.nodes} if uses else {}
     found = []
     for use in uses:
-        if (index := index_of.get(use.handle)) is None:
+        if (index := index_of.get(use.node)) is None:
             raise NumberEscaped(inputs_of([use.expression]), "a kernel that gets it is not in the graph")
-        slot = NumberSlot(index, *use[1:])
+        slot = use._replace(node=index)
         node = graph.nodes[index]
         try:
             expected = pack(slot.letter, evaluate(slot.expression, numbers))
