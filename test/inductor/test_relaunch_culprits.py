@@ -245,6 +245,16 @@ class TestCulprit(RelaunchTestCase, Private):
         self.calls(run)
         self.assertEqual(run.launched(), 3)
 
+    def test_comparison_leaves_alone_what_the_code_writes_over(self):
+        """What a forward saved stays where it is, and its backward may write over it."""
+        calls = "y = torch.ops.culprits.doubles.default(x)", "torch.mul(y, 3, out=x)", "return (torch.add(x, 1),)"
+        run = self.runner(region("x", *calls), static=(0,), mutated=(0,), is_backward=True)
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            expected = x * 6 + 1
+            self.assertEqual(run([x])[0], expected)
+        self.assertEqual(run.launched(), 3)
+
     def test_device_that_can_not_record_is_no_error(self):
         """Nor is it one when the operator is looked for."""
         refusal = Unprovable("allocator", "this allocator can't")

@@ -23,7 +23,7 @@ from stand_ins.relaunch_case import region, RelaunchTestCase
 from stand_ins.relaunch_device import Launcher
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import donated_buffers
-from torch_overlay._inductor.relaunch import causes, runner
+from torch_overlay._inductor.relaunch import causes, policy, runner
 from torch_overlay._inductor.relaunch.capture import address_space, device
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
@@ -404,7 +404,7 @@ class TestStages(RelaunchTestCase):
     def test_backward_does_not_run_again_once_a_stage_has(self):
         """The stage may have written over what was saved."""
         self.enterContext(mock.patch.multiple(Launcher, rebuild=mock.Mock(), direct=False))
-        run, launched = self.backward(DEFERRED, mutated=()), []
+        run, launched = self.backward(DEFERRED, mutated=range(8)), []
         replay = Launcher.replay
 
         def failing(launcher):
@@ -935,6 +935,25 @@ class TestDonation(unittest.TestCase):
         self.assertTrue(writes_over(16, 64))
         self.assertFalse(writes_over(64, 64))  # it returns the gradient of x, which is as large
         self.assertTrue(writes_over(64, 64, "off"))
+
+    def test_code_is_said_to_write_over_it(self):
+        found = []
+
+        def wrap(model, code, *_, **__):
+            found.append(code)
+            return model
+
+        for partitioned in (False, True):
+            torch._dynamo.reset()
+            options = {"triton.cudagraphs": True, "graph_partition": partitioned}
+            with inductor_config.patch(options), mock.patch.object(policy, "_wrap", wrap), simulated_gpu():
+                x, w = torch.randn(8, 16, device="cuda"), torch.randn(16, 64, device="cuda", requires_grad=True)
+                torch.compile(lambda x, w: (x @ w).tanh().sum())(x, w).backward()
+            forward, backward = found[-2:]
+            self.assertEqual(forward.mutated_inputs, ())
+            self.assertEqual(len(backward.static_inputs), 2)  # what was saved: an input, and the result of tanh
+            self.assertEqual(len(backward.mutated_inputs), 1)
+            self.assertIn(*backward.mutated_inputs, backward.static_inputs)
 
 
 del RelaunchTestCase  # it has no tests of its own

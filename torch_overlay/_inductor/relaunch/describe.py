@@ -27,23 +27,27 @@ def describe(
     placeholders: Sequence[Any] = (),
     mutated_input_idxs: Sequence[int] = (),
     partition: int | None = None,
+    inputs: Sequence[int | None] | None = None,
     **_: Any,
 ) -> CodeFacts:
-    """Describe a graph, or the partition of it that has this number. The graph is unknown to a policy that is called by
-    another one."""
+    """Describe a graph, or the partition of it that has this number, with the graph's numbers of its inputs. The graph
+    is unknown to a policy that is called by another one."""
     kind, name = _named(is_backward, is_inference)
     maps = getattr(graph, "partition_maps", None) or ()
     if partition is not None and len(maps) > 1:
         name += f", partition {partition}"
+    written_over = static_input_idxs if is_backward else ()  # what was saved, unless notes say which of it
+    if (found := notes.CompiledNotes.find(graph)) is not None:
+        written_over = [i for i, k in enumerate(inputs) if k in found.donated] if inputs is not None else found.donated
     return CodeFacts(
         name=name,
         device=index_now(written_index(device_index)),  # that of this rank, whichever compiled the code
         static_inputs=tuple(static_input_idxs),
-        mutated_inputs=tuple(mutated_input_idxs),
+        mutated_inputs=tuple(sorted({*mutated_input_idxs, *written_over})),
         saved_outputs=_saved(graph, partition, len(stack_traces)) if kind == "forward" else frozenset(),
         is_backward=is_backward,
         source=_first_kernel(graph, partition or 0) or _first_line(placeholders, stack_traces),
-        compile_id=None if notes.CompiledNotes.find(graph) is None else _compile_id(),
+        compile_id=None if found is None else _compile_id(),
         numbers=frozenset(notes.numbers_of(graph, partition)),
     )
 
@@ -69,6 +73,7 @@ def describe_partition(
         # None: a buffer that other code of the graph has made, which the partition may write to.
         mutated_input_idxs=[i for i, k in enumerate(inputs) if k is None or k in mutated_input_idxs],
         partition=number,
+        inputs=inputs,
         **kwargs,
     )
 

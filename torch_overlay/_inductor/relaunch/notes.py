@@ -54,6 +54,7 @@ class CompiledNotes(NamedTuple):
     numbers: tuple[tuple[int, ...], ...] = ((),)
     rewrites: Rewrites = Rewrites()  # of the FX graph, before it was compiled
     owners: tuple[int | None, ...] = ()  # for each result, the stream whose memory it is: `streams.saved_memory`
+    donated: tuple[int, ...] = ()  # positions of the inputs of a backward that it may write over
 
     def put(self, compiled: Any) -> None:
         """Put them on the code, without types: what a cache has of it can be read where our modules are not."""
@@ -64,10 +65,10 @@ class CompiledNotes(NamedTuple):
         """Return the notes; None for code that was compiled without them."""
         if (plain := getattr(compiled, "overlay_notes", None)) is None:
             return None
-        visible, (graphs, split_off), numbers, (made, resident), owners = plain
+        visible, (graphs, split_off), numbers, (made, resident), owners, donated = plain
         partitions = Partitions(graphs, tuple(SplitOff(*row) for row in split_off))
         rewrites = Rewrites(tuple(Rewrite(*row) for row in made), tuple(Resident(*row) for row in resident))
-        return cls(visible, partitions, numbers, rewrites, owners)
+        return cls(visible, partitions, numbers, rewrites, owners, donated)
 
     @classmethod
     def of(cls, compiled: Any) -> CompiledNotes:
@@ -182,7 +183,15 @@ def note(compiled: Any, graph: Any, gm: Any) -> None:
     was lowered from."""
     visible = tuple(gm.graph.output_node().meta.get("user_visible_output_idxs", ()))
     found = graph_partitions(graph)
-    CompiledNotes(visible, found, free_numbers(gm, found), current(), GraphNotes.of(graph).owners).put(compiled)
+    owners = GraphNotes.of(graph).owners
+    CompiledNotes(visible, found, free_numbers(gm, found), current(), owners, _donated(graph)).put(compiled)
+
+
+def _donated(graph: Any) -> tuple[int, ...]:
+    from torch._inductor.ir import DonatedBuffer
+
+    given = [graph.graph_inputs_original.get(name) for name in graph.graph_input_names]
+    return tuple([i for i, buffer in enumerate(given) if isinstance(buffer, DonatedBuffer)])
 
 
 def numbers_of(compiled: Any, partition: int | None) -> tuple[int, ...]:

@@ -227,9 +227,8 @@ class Runner:
                     self.states.set_graph(state)  # the next one is the first launch
                 raise
             self.region_graphs.give_up(state, f"its copies to or from the host can't be patched: {error}")
-            writes = self.code.mutated_inputs or self.code.is_backward  # which may write over what was saved
-            if writes and any(stage.totals[0] for stage in relaunch.stages):
-                raise
+            if self.code.mutated_inputs and any(stage.totals[0] for stage in relaunch.stages):
+                raise  # what has run may have written to inputs
             inputs[:] = originals
             return run(state.refused, inputs)
 

@@ -180,7 +180,10 @@ class TestNotes(TestCase):
         gm, _ = self.traced(lambda x, n: (x * n, x), torch.ones(5), 7)
         (output,) = gm.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = [0]
-        graph, compiled = SimpleNamespace(scheduler=None), SimpleNamespace()
+        given = SimpleNamespace(
+            graph_input_names=["x", "n"], graph_inputs_original={"x": mock.Mock(spec=ir.DonatedBuffer)}
+        )
+        graph, compiled = SimpleNamespace(scheduler=None, **vars(given)), SimpleNamespace()
         self.assertIsNone(CompiledNotes.find(compiled))
         self.assertEqual(notes.numbers_of(compiled, None), ())
         GraphNotes.of(graph).partitions = Partitions(((1, "", ()),))
@@ -189,7 +192,7 @@ class TestNotes(TestCase):
         self.assertEqual(CompiledNotes.of(compiled).partitions, GraphNotes.of(graph).partitions)
         found = [notes.numbers_of(compiled, k) for k in (None, 0, 1)]
         self.assertEqual(found, [(1,), (), ()])
-        self.assertEqual(first_saved(compiled), 1)
+        self.assertEqual((first_saved(compiled), CompiledNotes.of(compiled).donated), (1, (0,)))
 
     def test_outputs_that_are_saved(self):
         for visible, expected in (((0, 2), 3), ((), None)):
