@@ -296,8 +296,9 @@ class TestCaptures(unittest.TestCase):
         counts = {1: 0, 2: 30, 3: 12}
         with (
             mock.patch("torch.cuda.graphs.register_graph_capture_end_hook") as register,
-            mock.patch("torch_overlay._inductor.relaunch.graph.driver.Driver.count", side_effect=counts.__getitem__),
+            mock.patch("torch_overlay._inductor.relaunch.graph.driver.Driver") as driver,
         ):
+            driver.return_value.count = counts.__getitem__
             seen = titan_process.watch_captures()
             for number in counts:
                 register.call_args.args[0](mock.Mock(raw_cuda_graph=lambda number=number: number))
