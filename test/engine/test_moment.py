@@ -104,7 +104,7 @@ class TestBefore(Moment):
             self.assertEqual(self.results(), [-1, 80])
 
     def test_in_the_middle_of_a_compilation(self) -> None:
-        """Whose beginning ran without hooks, because the overlay was imported in it."""
+        """The compilation began without hooks: the overlay is imported in it."""
         installer = self.waiting(*self.NAMES)
         for context in (torch._guards.CompileContext, torch._guards.TracingContext):
             with mock.patch.object(context, "try_get", return_value=context):

@@ -246,7 +246,7 @@ class TestCulprit(RelaunchTestCase, Private):
         self.assertEqual(run.launched(), 3)
 
     def test_comparison_leaves_alone_what_the_code_writes_over(self):
-        """What a forward saved stays where it is, and its backward may write over it."""
+        """A saved tensor is a static input of the backward, and the backward may write over it."""
         calls = "y = torch.ops.culprits.doubles.default(x)", "torch.mul(y, 3, out=x)", "return (torch.add(x, 1),)"
         run = self.runner(region("x", *calls), static=(0,), mutated=(0,), is_backward=True)
         for _ in range(4):

@@ -90,7 +90,7 @@ class FakeApi:
         assert isinstance(graph, self.real.CUgraph)
         return self.ok([self.real.CUgraphNode(n) for n in self.kind][:count], len(self.kind))
 
-    # Those that the C module reads a graph by.
+    # The functions of the C module that read a graph.
 
     def structure(self, graph):
         return [*self.kind], [*self.kind.values()], [(u, v, kind == "plain") for u, v, kind in self.edge_list]

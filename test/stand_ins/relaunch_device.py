@@ -557,7 +557,7 @@ class FakeDevice:
 
 
 def without_steps(model: Any, device: FakeDevice) -> Steps:
-    """What runs code as it is."""
+    """Return `Steps` that run the code as it is."""
     made = Steps(model, device)  # type: ignore[arg-type]
     made._left = 0
     return made

@@ -16,8 +16,8 @@ Note [A relaunch]
    collector may run, too, and a finalizer may call compiled code. A thread that holds the lock of a launch doesn't wait
    for another one (`launching`): regions that are called in a launch run as compiled.
 3. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first, the scratch without
-   a tensor. It is freed right after the launch: the next user of the memory comes later
-   on that stream. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
+   a tensor. It is freed right after the launch: the next user of the memory comes later on that stream. Saved outputs
+   are views of one slab, or of a few chunks; each lives as long as one of its views.
 4. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
 5. A graph that draws no random numbers is launched by the driver (`executable.direct`); other graphs by torch's
    `replay`, which advances the generators first.
