@@ -57,6 +57,50 @@ class TestRegistry(unittest.TestCase):
             clients.main(["--rows", "nanogpt,nonsense"])
         self.assertIn("no nonsense: choose from trainer, ", told.getvalue())
 
+    def test_rows_of_a_group_are_warm_before_the_first_is_measured(self) -> None:
+        log: list[tuple[str, ...]] = []
+
+        class Process:
+            def __init__(self, row: str, side: str) -> None:
+                self.name = row, side
+
+            def tell(self, word: str) -> None:
+                log.append((*self.name, word))
+                self.word = word
+
+            def answer(self, timeout: float) -> dict[str, Any]:
+                return {
+                    "ready": {},
+                    "warm": {"digest": "a", "finite": True, "warm s": 1.0, "device MiB": 5.0},
+                    "measure": {"ms": {"off": 2.0, "relaunch": 1.0}[self.name[1]], "device MiB": 7.0},
+                }[self.word]
+
+            def stop(self) -> None:
+                log.append((*self.name, "stop"))
+
+        rows, sides = ("ppo", "server", "nanogpt"), ("off", "relaunch")
+        command = ["--rows", ",".join(rows), "--sides", ",".join(sides), "--together", "2"]
+        with (
+            unittest.mock.patch.object(clients.Runs, "start", lambda runs, row, side: Process(row, side)),
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()) as told,
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            self.assertEqual(clients.main([*command, "--out", folder]), 0)
+            lines = [json.loads(line) for line in Path(folder, "clients.jsonl").read_text().splitlines()]
+        self.assertIn("0.500", told.getvalue())
+        self.assertEqual([line["row"] for line in lines], [*rows])
+        self.assertNotIn("device MiB", json.dumps(lines))  # others have memory of the device
+        both_orders = ["off", "relaunch", "relaunch", "off"]
+        for group in (rows[:2], rows[2:]):
+            mine = [entry for entry in log if entry[0] in group]
+            words = [entry[2] for entry in mine]
+            self.assertEqual(words.count("warm"), 2 * len(group))
+            self.assertLess(max(i for i, word in enumerate(words) if word == "warm"), words.index("measure"))
+            measured = [entry[:2] for entry in mine if entry[2] == "measure"]
+            self.assertEqual(measured, [(row, side) for row in group for side in both_orders])
+            self.assertEqual(words[-2 * len(group) :], ["stop"] * 2 * len(group))
+
     def test_own_loops_train(self) -> None:
         """Rows without a library, in eager: their states change, and two builds from one seed agree."""
         for name in ("ppo", "gru policy", "nanogpt", "server"):
@@ -183,6 +227,8 @@ class TestProcesses(unittest.TestCase):
 
     def test_process_that_is_too_late_costs_its_own_row(self) -> None:
         """Nothing answers "ready" in a hundredth of a second."""
-        args = argparse.Namespace(limit=60.0, timeout=0.01, out=None, jobs=1, device="cpu", steps=1, autotune=False)
+        args = argparse.Namespace(
+            limit=60.0, timeout=0.01, out=None, jobs=1, together=1, device="cpu", steps=1, autotune=False
+        )
         with contextlib.redirect_stderr(io.StringIO()):
             self.assertEqual(clients.Runs(args).once("server", "off"), {"error": "no answer in time"})

@@ -3,6 +3,7 @@
 
     python tools/bench/clients.py --out DIR [--rows trainer,nanogpt] [--sides off,trees,relaunch] [--rounds 3]
     python tools/bench/clients.py --jobs 6 ...                 whether the values are equal, and no times
+    python tools/bench/clients.py --together 8 ...             eight rows warm up at a time, and are measured alone
     python tools/bench/clients.py --sides off,code ...         what code for graphs computes without them
     python tools/bench/clients.py --device cpu --jobs 2 ...    whether they run at all: small, and traced, not compiled
 
@@ -18,7 +19,8 @@ its own cells. The sides of a row warm up one after another, then measure alone,
               measuring (Inductor's `deterministic`), which may be slower ones
     ms        a step: the median over the turns
     reserved, device    MiB of the allocator, and of the device since the process began to use it
-    warm-up   s until the program has run a few times: of the first round, and with warm caches, of the last one
+    warm-up   s until the program has run a few times: of the first round, and with warm caches, of the last one; with
+              --together, others run beside it
     captures  of graphs;  in graphs: percentage of kernels of generated code (with the overlay)
 
 Files in --out: clients.jsonl has a line for each row, logs/ the standard error of each process, caches/ the compile
@@ -29,8 +31,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -71,6 +75,7 @@ LIKE_NOISE = 3.0  # times that a side may differ by more than processes without 
 TURNS = 3  # times of a turn
 
 Answer = dict[str, Any]
+Warm = dict[str, tuple[Process, Answer]]  # side -> its process, and what it answered
 
 
 # ---- a process of one row and side
@@ -240,7 +245,7 @@ class Runs:
         self.args, self.deadline = args, time.monotonic() + args.limit
         self.scratch = tempfile.TemporaryDirectory(prefix="clients")
         self.out = args.out or Path(self.scratch.name)
-        self.threads = max(1, (os.cpu_count() or 1) // args.jobs)
+        self.threads = max(1, (os.cpu_count() or 1) // (args.jobs * args.together))
 
     def start(self, row: str, side: str) -> Process:
         from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
@@ -290,23 +295,23 @@ class Runs:
         print(told, file=sys.stderr, flush=True)
         return found
 
-    def round(self, row: str, sides: Sequence[str]) -> dict[str, Answer]:
-        """All sides of a row, warmed up one after another, then measured in both orders."""
+    def warm(self, row: str, sides: Sequence[str]) -> Warm:
+        """The sides of a row, warmed up one after another."""
         processes = {side: self.start(row, side) for side in sides}
-        try:
-            found = {side: self.ask(process, "ready") for side, process in processes.items()}
-            for side, process in processes.items():
-                if "error" not in found[side]:
-                    found[side] |= self.ask(process, "warm") | {"turns": []}
-            for side in [*sides, *reversed(sides)]:
-                if "error" not in found[side]:
-                    turn = self.ask(processes[side], "measure")
-                    found[side] |= turn
-                    found[side]["turns"].append(turn)
-            return found
-        finally:
-            for process in processes.values():
-                process.stop()
+        return {side: (each, self.ask(each, "ready", "warm") | {"turns": []}) for side, each in processes.items()}
+
+    def turns(self, warm: Warm) -> dict[str, Answer]:
+        """The sides of a row measured in both orders."""
+        found = {side: answer for side, (_, answer) in warm.items()}
+        for side in [*warm, *reversed(warm)]:
+            if "error" not in found[side]:
+                turn = self.ask(warm[side][0], "measure")
+                found[side] |= turn
+                found[side]["turns"].append(turn)
+        if self.args.together > 1:  # others have memory of the device
+            for each in [*found.values(), *(turn for answer in found.values() for turn in answer["turns"])]:
+                each.pop("device MiB", None)
+        return found
 
 
 def merged(rounds: Sequence[dict[str, Answer]], again: Sequence[Answer] = ()) -> dict[str, Answer]:
@@ -335,11 +340,27 @@ def unequal(sides: Mapping[str, Answer]) -> bool:
     return len({answer["digest"] for answer in sides.values() if "digest" in answer}) > 1
 
 
-def measure(runs: Runs, row: str, sides: Sequence[str], rounds: int) -> dict[str, Answer]:
-    """A row, alone."""
-    each = [runs.round(row, sides) for _ in range(rounds) if time.monotonic() < runs.deadline]
-    each = each or [{side: {"error": "out of time"} for side in sides}]
-    return merged(each, [runs.once(row, f"again {n}") for n in range(AGAINS)] if unequal(each[-1]) else ())
+def measure(
+    runs: Runs, rows: Sequence[str], sides: Sequence[str], args: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Answer]]]:
+    """The rows in turn, each alone when all of its group are warm."""
+    with concurrent.futures.ThreadPoolExecutor(args.together) as pool:
+        for begin in range(0, len(rows), args.together):
+            group = rows[begin : begin + args.together]
+            found: dict[str, list[dict[str, Answer]]] = {row: [] for row in group}
+            for _ in range(args.rounds):
+                if time.monotonic() > runs.deadline:
+                    break
+                with contextlib.ExitStack() as stack:
+                    warm = list(pool.map(runs.warm, group, [sides] * len(group)))
+                    for process, _ in itertools.chain(*(each.values() for each in warm)):
+                        stack.callback(process.stop)
+                    for row, each in zip(group, warm):
+                        found[row].append(runs.turns(each))
+            for row, rounds in found.items():
+                rounds = rounds or [{side: {"error": "out of time"} for side in sides}]
+                again = [runs.once(row, f"again {n}") for n in range(AGAINS)] if unequal(rounds[-1]) else ()
+                yield row, merged(rounds, again)
 
 
 def compare(
@@ -442,6 +463,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=records.positive, default=96, help="steps of a turn")
     parser.add_argument("--rounds", type=records.positive, default=1, help="rounds, each of two turns of a side")
     parser.add_argument("--jobs", type=records.positive, default=1, help="processes at a time; with several, no times")
+    parser.add_argument("--together", type=records.positive, default=1, help="rows that warm up at a time")
     parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
     parser.add_argument("--limit", type=records.seconds, default=3600.0, help="seconds for all")
     parser.add_argument("--autotune", action="store_true", help="each process chooses its kernels by measuring")
@@ -461,7 +483,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.jobs > 1 or args.device == "cpu":
             results = compare(runs, args.rows, args.sides, pool)
         else:
-            results = ((row, measure(runs, row, args.sides, args.rounds)) for row in args.rows)
+            results = measure(runs, args.rows, args.sides, args)
         for row, sides in results:  # of a command that is stopped, the rows before are kept
             found[row] = sides
             for line in cells(row, sides):
