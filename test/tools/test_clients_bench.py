@@ -132,6 +132,20 @@ class TestRegistry(unittest.TestCase):
         ):
             served.warm()
 
+    def test_loop_is_measured_without_what_its_library_does_around_it(self) -> None:
+        served = object.__new__(clients._Served)
+        served.device, served.steps, served.used = "cpu", 12, 0.0
+        steps: list[int] = []
+        rows = (lambda: 0.5), None
+        for loop, ms in zip(rows, (125.0, 1.0)):
+            served.client = client_rows.Client(lambda: steps.append(1) or (), steps=4, loop=loop)
+            found = served.measure()["ms"]
+            if loop:
+                self.assertAlmostEqual(found, ms)
+            else:
+                self.assertLess(found, ms)
+        self.assertEqual(len(steps), 2 * 3)
+
 
 class TestEquality(unittest.TestCase):
     def test_bits(self) -> None:

@@ -14,6 +14,7 @@ import functools
 import importlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Client:
     state: Callable[[], Tensors] = tuple
     steps: int = 1
     cycle: int = 1
+    loop: Callable[[], float] | None = None
 
 
 @dataclasses.dataclass
@@ -177,7 +179,11 @@ def _trains(use: Use, **arguments: Any) -> Client:
         logged = [row[key] for row in trainer.state.log_history for key in ("train_loss", "eval_loss") if key in row]
         return [torch.tensor(logged)]
 
-    return Client(step, _parameters(trainer.model), TRAINED)
+    return Client(step, _parameters(trainer.model), TRAINED, loop=lambda: _runtime(trainer))
+
+
+def _runtime(trainer: Any) -> float:
+    return float(trainer.state.log_history[-1]["train_runtime"])
 
 
 for _name, _arguments in {
@@ -197,6 +203,9 @@ def trainer_resume(use: Use) -> Client:
     trainer = _trainer(use, **saved)
     resumed: list[Any] = []
 
+    def loop() -> float:
+        return _runtime(trainer) + _runtime(resumed[0])
+
     def step() -> Tensors:
         trainer.args.max_steps = TRAINED // 2
         trainer.train()
@@ -204,7 +213,7 @@ def trainer_resume(use: Use) -> Client:
         resumed[0].train(resume_from_checkpoint=str(use.folder / f"checkpoint-{TRAINED // 2}"))
         return [torch.tensor([row["train_loss"] for row in resumed[0].state.log_history if "train_loss" in row])]
 
-    return Client(step, lambda: _parameters(resumed[0].model)(), TRAINED)
+    return Client(step, lambda: _parameters(resumed[0].model)(), TRAINED, loop=loop)
 
 
 # ---- accelerate, Lightning
@@ -251,6 +260,14 @@ def lightning(use: Use) -> Client:
             super().__init__()
             self.model = _llama(use, use_cache=False)
             self.losses: list[torch.Tensor] = []
+            self.seconds = 0.0
+
+        def on_train_start(self) -> None:
+            self.seconds = -time.perf_counter()
+
+        def on_train_end(self) -> None:
+            self.losses[-1].item()
+            self.seconds += time.perf_counter()
 
         def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
             return self.model(**batch).loss
@@ -273,7 +290,7 @@ def lightning(use: Use) -> Client:
         lightning.Trainer(accelerator=kind, devices=1, max_steps=TRAINED, **settings).fit(compiled, loader)
         return module.losses
 
-    return Client(step, _parameters(module), TRAINED)
+    return Client(step, _parameters(module), TRAINED, loop=lambda: module.seconds)
 
 
 # ---- peft

@@ -17,7 +17,7 @@ its own cells. The sides of a row warm up one after another, then measure alone,
               which run only where some side isn't equal; else the largest difference relative to a tensor's largest
               value, and that of the first tensor that differs. Without --autotune all of them choose kernels without
               measuring (Inductor's `deterministic`), which may be slower ones
-    ms        a step: the median over the turns
+    ms        a step: the median over the --turns; without what a library does once, before and after its loop
     reserved, device    MiB of the allocator, and of the device since the process began to use it
     warm-up   s until the program has run a few times: of the first round, and with warm caches, of the last one; with
               --together, others run beside it
@@ -154,11 +154,13 @@ class _Served:
         times = []
         for _ in range(TURNS):
             self._wait()
-            start = time.perf_counter()
+            start, loops = time.perf_counter(), 0.0
             for _ in range(calls):
                 self.client.step()
+                loops += self.client.loop() if self.client.loop else 0.0
             self._wait()
-            times.append((time.perf_counter() - start) * 1e3 / calls / self.client.steps)
+            seconds = loops or time.perf_counter() - start
+            times.append(seconds * 1e3 / calls / self.client.steps)
         return {"ms": statistics.median(times)} | self._memory()
 
     def _wait(self) -> None:
@@ -303,7 +305,7 @@ class Runs:
     def turns(self, warm: Warm) -> dict[str, Answer]:
         """The sides of a row measured in both orders."""
         found = {side: answer for side, (_, answer) in warm.items()}
-        for side in [*warm, *reversed(warm)]:
+        for side in [*warm, *reversed(warm)] * self.args.turns:
             if "error" not in found[side]:
                 turn = self.ask(warm[side][0], "measure")
                 found[side] |= turn
@@ -461,7 +463,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--sides", type=some([*SIDES, CODE]), default=list(SIDES), help=f"of {', '.join([*SIDES, CODE])}"
     )
     parser.add_argument("--steps", type=records.positive, default=96, help="steps of a turn")
-    parser.add_argument("--rounds", type=records.positive, default=1, help="rounds, each of two turns of a side")
+    parser.add_argument("--rounds", type=records.positive, default=1, help="rounds, each of new processes")
+    parser.add_argument("--turns", type=records.positive, default=1, help="pairs of turns of a side in a round")
     parser.add_argument("--jobs", type=records.positive, default=1, help="processes at a time; with several, no times")
     parser.add_argument("--together", type=records.positive, default=1, help="rows that warm up at a time")
     parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
