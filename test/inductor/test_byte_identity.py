@@ -16,7 +16,6 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-import torch._functorch.config as functorch_config
 import triton
 import triton.language as tl
 from torch import nn
@@ -219,9 +218,7 @@ class TestByteIdentity(unittest.TestCase):
             model = nn.Linear(16, 16).cuda()
             return lambda x: model(x).tanh().sum(), (cuda(4, 16),)
 
-        # A relaunched backward writes over nothing that was saved: `streams.hooks.donated_buffers`.
-        with functorch_config.patch(donated_buffer=False):
-            self.check(make, wrappers=2, backward=True, mode="reduce-overhead")
+        self.check(make, wrappers=2, backward=True, mode="reduce-overhead")
         with overlay_config.patch(cudagraphs="trees"):
             self.check(make, wrappers=2, backward=True, mode="reduce-overhead")
 

@@ -12,7 +12,11 @@ from unittest import mock
 import torch
 import torch._inductor.config as inductor_config
 from hypothesis import given, settings, strategies as st
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import form  # noqa: F401
 from stand_ins.relaunch_case import region, RelaunchTestCase
@@ -883,36 +887,66 @@ def region(args):
 class TestDonation(unittest.TestCase):
     """Compiled code that writes a gradient over what was saved would keep the chunk alive with it."""
 
-    def donated(self, mode, graphs):
-        graph = torch.fx.Graph()
-        for i in range(6):
-            graph.placeholder(f"saved_{i}")
-        graph.output(())
-        module = torch.fx.GraphModule({}, graph)
-        with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": graphs}):
-            return donated_buffers(lambda *args: [3, 5], module, module, None)
+    def backward(self, saved, returned, dynamic):
+        mode, graph = FakeTensorMode(shape_env=ShapeEnv()), torch.fx.Graph()
 
-    def test_nothing_is_donated_to_a_relaunched_backward(self):
-        self.assertEqual(self.donated("relaunch", True), [])
+        def noted(node, size, dtype, device="cuda"):
+            dims = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC] * len(size)
+            given = torch.empty(size, dtype=dtype, device="meta")
+            context = StatelessSymbolicContext(dims)
+            value = mode.from_tensor(given, source=ConstantSource(node.name), symbolic_context=context)
+            with mode:
+                node.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=device)
+            return node
+
+        inputs = [noted(graph.placeholder(f"saved_{i}"), *each) for i, each in enumerate(saved)]
+        graph.output((*[noted(graph.call_function(torch.relu, (inputs[0],)), *each) for each in returned], None))
+        return torch.fx.GraphModule({}, graph)
+
+    def donated(self, mode, graphs, saved, returned, dynamic=False):
+        module = self.backward(saved, returned, dynamic)
+        with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": graphs}):
+            return donated_buffers(lambda *args: list(range(len(saved))), module, module, None)
+
+    SAVED = ((4, 6), torch.float32), ((8, 3), torch.float32), ((4, 6), torch.float16), ((), torch.float32, "cpu")
+
+    def test_memory_that_a_gradient_could_take_is_not_donated(self):
+        """It may take that of another shape, but not of another type. Nothing in host memory is donated."""
+        gradient = ((2, 12), torch.float32)
+        for dynamic in (False, True):
+            self.assertEqual(self.donated("relaunch", True, self.SAVED, [gradient], dynamic), [2])
+            self.assertEqual(self.donated("relaunch", True, self.SAVED, [], dynamic), [0, 1, 2])
 
     def test_all_others_are_as_they_were(self):
-        self.assertEqual(self.donated("relaunch", False), [3, 5])
-        self.assertEqual(self.donated("trees", True), [3, 5])
+        gradient = ((2, 12), torch.float32)
+        self.assertEqual(self.donated("relaunch", False, self.SAVED, [gradient]), [0, 1, 2, 3])
+        self.assertEqual(self.donated("trees", True, self.SAVED, [gradient]), [0, 1, 2, 3])
 
-    def test_code_is_said_to_write_over_what_others_donate(self):
-        """Where the caller has chosen the policy, and trees for other code."""
+    def test_backward_writes_over_what_was_saved_unless_it_returns_something_of_that_size(self):
+        def writes_over(rows, columns, mode="relaunch"):
+            """Whether the gradient of tanh lies over its result, which is the memory that a gradient could take."""
+            torch._dynamo.reset()
+            function = torch.compile(lambda x, w: (x @ w).tanh().sum())
+            with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": True}), simulated_gpu():
+                x, w = torch.randn(8, rows, device="cuda"), torch.randn(rows, columns, device="cuda")
+                texts = run_and_get_code(lambda: function(x.requires_grad_(), w).backward())[1]
+            return "in_out_ptr0" in texts[-1]
+
+        self.assertTrue(writes_over(16, 64))
+        self.assertFalse(writes_over(64, 64))  # it returns the gradient of x, which is as large
+        self.assertTrue(writes_over(64, 64, "off"))
+
+    def test_code_is_said_to_write_over_it(self):
         found = []
 
         def wrap(model, code, *_, **__):
             found.append(code)
             return model
 
-        self.enterContext(config.patch(cudagraphs="trees"))
-        self.enterContext(mock.patch.object(policy, "_wrap", wrap))
         for partitioned in (False, True):
             torch._dynamo.reset()
-            options = {"cudagraph_policy": policy.RelaunchPolicy(), "graph_partition": partitioned}
-            with inductor_config.patch({"triton.cudagraphs": True, **options}), simulated_gpu():
+            options = {"triton.cudagraphs": True, "graph_partition": partitioned}
+            with inductor_config.patch(options), mock.patch.object(policy, "_wrap", wrap), simulated_gpu():
                 x, w = torch.randn(8, 16, device="cuda"), torch.randn(16, 64, device="cuda", requires_grad=True)
                 torch.compile(lambda x, w: (x @ w).tanh().sum())(x, w).backward()
             forward, backward = found[-2:]

@@ -17,7 +17,7 @@ from torch_overlay._functorch.streams.duplicates import merge_duplicates
 from torch_overlay._functorch.streams.epilogue import EpilogueNotes, note_epilogue
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.placement import place_streams
-from torch_overlay._functorch.streams.saved_values import may_be_donated
+from torch_overlay._functorch.streams.saved_values import may_be_donated, type_and_bytes
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -157,12 +157,14 @@ def donated_buffers(
     original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
 ) -> list[int]:
     """Return the saved tensors that the backward may write over (`saved_values.may_be_donated`). A relaunched forward
-    puts what it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So a
-    relaunched forward donates nothing, and its stages free the memory instead (`relaunch.memory.arrange`).
+    puts what it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So
+    none is donated there that a gradient could take the memory of: Inductor reuses memory for the same type and size.
     """
-    if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
-        return []
     donated = original(forward, backward, metadata)
+    if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
+        saved = backward.graph.find_nodes(op="placeholder")
+        returned = {None, *map(type_and_bytes, backward.graph.output_node().all_input_nodes)}
+        donated = [i for i in donated if type_and_bytes(saved[i]) not in returned]
     if not handles_streams():
         return donated
     inputs = backward.graph.find_nodes(op="placeholder")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of, note_fact, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import node_stream, place_on, readers_of, users_of_memory
@@ -125,3 +126,11 @@ def may_be_donated(forward: Graph, backward: Graph, donated: list[int]) -> list[
     storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
     count = Counter(storages)
     return [i for i in donated if not memory[i] and count[storages[i]] == 1]
+
+
+def type_and_bytes(node: Node) -> tuple[torch.dtype, int] | None:
+    """Return the type of a value on the device, and the size of its memory when it was traced; None for others."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return None
+    return value.dtype, optimization_hint(value.untyped_storage().nbytes(), fallback=-1)
