@@ -13,6 +13,7 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import region, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
+from torch_overlay._inductor.relaunch import coverage
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, RegisterProgram, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, Traced
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -220,12 +221,12 @@ class TestNumbersInTheKey(NumbersTestCase):
         )
         self.assertIn("__gt__", why)
 
-    def test_reason_is_told_where_no_number_comes_again(self):
+    def test_coverage_has_the_reason_where_no_number_comes_again(self):
         fn = self.runner(self.source("torch.mul(x, n, out=out)"), numbers=[1])
-        fn.states.bound = 1
         for n in range(2, 20):
             fn([torch.ones(4, dtype=torch.float64), n])
-        self.assertIn("the number at input 1 is no parameter: TypeError", fn.refusals["first-calls"].message)
+        (why,) = (each for each in coverage._without_graph(fn, 1) if each.code == "warm-up")
+        self.assertIn("; the number at input 1 is no parameter: TypeError", why.message)
 
     def test_truth(self):
         self.assertIn("__bool__", self.run_in_key("out.copy_(x * 2 if n else x)", lambda n: 2))

@@ -166,13 +166,13 @@ class TestOfCalls(RefusalTestCase):
             return Runner(scope["region"], CodeFacts("a region", 0), self.device)
 
     def test_no_call_is_the_second_one(self):
+        """Nothing is wrong: such calls get no graph, and keep no more states than others."""
         run = self.runner("x * n", bound=2)
         for n in range(20):
             x = torch.randn(4)
             self.assertEqual(run([x, n])[0], x * n)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 0)
-        self.assertEqual([r.code for r in causes.refused()], ["first-calls"])
-        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], 1)
+        self.assertEqual((causes.refused(), run.outside, len(run.states)), ([], {"warm-up": 20}, 8))
 
     def test_after_a_reset_the_second_call_is_one_again(self):
         run = self.runner("x * n", bound=2)
@@ -190,19 +190,13 @@ class TestOfCalls(RefusalTestCase):
         with mock.patch.object(threading, "get_ident", lambda: next(identities)):
             for _ in range(6):
                 run([torch.randn(4), 2])
-        self.assertEqual([r.code for r in causes.refused()], ["first-calls"])
+        self.assertEqual((causes.refused(), run.outside), ([], {"warm-up": 6}))
 
     def test_graphs_for_sizes_that_come_again_are_no_refusal(self):
         run = self.runner("x * n", bound=2)
         for n in [1, 1, 2, 2, 3, 3, 1, 1, 1]:
             run([torch.randn(4), n])
         self.assertEqual(causes.refusals(), [])
-
-    def test_first_calls_before_a_capture_do_not_count(self):
-        run = self.runner("x * n", bound=2)
-        for n in [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]:
-            run([torch.randn(4), n])
-        self.assertEqual((causes.refusals(), counters["torch_overlay"]["cudagraph_captures"]), ([], 2))
 
     def test_collective_that_was_not_split_off(self):
         """As in a backward that is compiled when trees are chosen, of a forward that was not."""

@@ -88,10 +88,6 @@ CAUSES: dict[str, Kind] = {
     "number": Kind("a number is larger than what a parameter of the graph holds", ""),
     "size-waits": Kind("calls of a size that has not yet come often enough to pay for its capture", ""),
     "busy": Kind("another thread captures meanwhile", ""),
-    "first-calls": Kind(
-        "each call has a size or a number that no earlier one had, or runs in another thread",
-        "pass the number as a tensor, or pad to a few sizes",
-    ),
     "templates": Kind(
         "more sizes or numbers than a region keeps graphs for",
         "pad to a few sizes, or raise torch_overlay.config.cudagraph_templates",

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.causes import Cause, CAUSES, refused as all_refused
+from torch_overlay._inductor.relaunch.causes import Cause, refused as all_refused
 from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 from torch_overlay.table import aligned
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.runner import Runner
 
 log = logging.getLogger(__name__)
+
+FEWER_FIRST_CALLS = "pass the number as a tensor, or pad to a few sizes"  # the remedy where there are many
 
 live: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
 _made = 0
@@ -349,6 +351,7 @@ def _without_graph(runner: Runner, kernels: int) -> list[Outside]:
     for code, count in runner.outside.items():
         why: Cause = runner.refusals.get(code) or Cause.of(code)
         if code == "warm-up" and count > 1:
-            why = dataclasses.replace(why, remedy=CAUSES["first-calls"].remedy)
+            kept = [f"; the number at input {k} is no parameter: {what}" for k, what in runner.keys.kept.items()]
+            why = dataclasses.replace(why, message="".join([why.message, *kept]), remedy=FEWER_FIRST_CALLS)
         found.append(_outside(why, runner.code.source, count, kernels))
     return found

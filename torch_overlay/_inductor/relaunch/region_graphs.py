@@ -60,7 +60,6 @@ class RegionGraphs:
             return False
         start = time.perf_counter()
         try:
-            states.warm_ups = 0
             states.captures += 1
             made = make_or_blame(request)
             if request.plan.opaque:

@@ -7,7 +7,6 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     the only state needs no key, and its graph can be launched     launch it (`launch`)
     the state of the key has a graph                               launch it
     the caller captures, or a launch is under way in this thread   run as compiled                     callers-capture
-    too many keys have come in a row, and this one is new          run as compiled                     first-calls
     the region was captured for too many keys                      run as compiled                     templates
     the state was refused                                          run as compiled                     of the refusal
     the first call of the key in this thread                       run as compiled                     warm-up
@@ -173,8 +172,6 @@ class Runner:
         run, states = self.region.run, self.states
         if self.region.device.is_capturing() or executable.launching():
             return run("callers-capture", inputs)  # or in a finalizer that runs during a launch
-        if states.defers_observation(key):
-            return run("first-calls", inputs)
         state = states.of(key)
         if state is not None and not state.refused and keys.LARGE in key:
             self._refuse_host_tensor(state, inputs)
@@ -189,10 +186,13 @@ class Runner:
         with self.region.device.guard():
             return self._by_graph(key, state, inputs)
 
+    def _is_one_of_many(self) -> bool:
+        return len(self.states) > governor.FEW and not self.region_graphs.verify
+
     def _waits(self, state: State) -> bool:
         """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]. A process that verifies
         launches captures each size at once."""
-        if state.relaunch is not None or len(self.states) <= governor.FEW or self.region_graphs.verify:
+        if state.relaunch is not None or not self._is_one_of_many():
             return False
         return not self.governor.affords_capture(state.waited, self.states.launched)
 
@@ -235,34 +235,22 @@ class Runner:
     def _warm_up(self, key: Any, state: State, inputs: list[Any], is_first: bool = True) -> Any:
         """Run the region as compiled for the first time with these sizes, or in this thread, and note what it shows.
         One of many sizes may get no graph: the first call notes nothing, and there is another when it gets one."""
+        plan = self.plan  # another thread may forget it
+        if is_first and plan is not None and self._is_one_of_many():
+            state.warm_in.add(threading.get_ident())
+            return self.region.run("warm-up", inputs)
         listen()
         self.region.device.prepare()
         runs = FirstRuns(self.region)
-        if (plan := self.plan) is not None:  # another thread may forget it
-            if is_first and len(self.states) > governor.FEW and not self.region_graphs.verify:
-                state.warm_in.add(threading.get_ident())
-                self._count_warm_up()
-                return runs.run(inputs)
-            known = state.plan or plan
-            run = runs.repeat(inputs, known)
+        if plan is not None:
+            run = runs.repeat(inputs, state.plan or plan)
         else:
             run = runs.observe(inputs)
             self._learn_seeds(key, state, run.seeds)
             self.plan = run.plan
         state.plan = run.plan
         state.warm_in.add(threading.get_ident())
-        self._count_warm_up()
         return run.result
-
-    def _count_warm_up(self) -> None:
-        states = self.states
-        states.warm_ups += 1
-        if states.warm_ups == states.most_captures:
-            message = f"each of {states.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
-            with states.lock:
-                kept = self.keys.kept.items()
-                message += "".join(f"; the number at input {k} is no parameter: {why}" for k, why in kept)
-            self.region_graphs.refuse(None, "first-calls", f"{message}; a graph is made for one that comes often")
 
     def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
         state.refused = "host-tensor"

@@ -73,9 +73,8 @@ class State:
 
 
 class States(OrderedDict[Any, State]):
-    """The states of a region by key, the most recently used last. `bound`: so many have graphs; `captures` and
-    `warm_ups`: of them all, warm-ups since the last capture; `try_launch`: that of the only state's graph, if the
-    region needs no key. Who changes them holds `lock`."""
+    """The states of a region by key, the most recently used last. `bound`: so many have graphs; `captures`: of them
+    all; `try_launch`: that of the only state's graph, if the region needs no key. Who changes them holds `lock`."""
 
     __slots__ = ("try_launch",)  # which each call reads; attributes of a subclass of OrderedDict are slow
 
@@ -83,18 +82,13 @@ class States(OrderedDict[Any, State]):
         super().__init__()
         self.bound = bound
         self.lock = threading.RLock()  # a finalizer may come here while it is held
-        self.captures = self.warm_ups = 0
+        self.captures = 0
         self.try_launch: Callable[[list[Any]], Any] | None = None
-        self.seen: OrderedDict[Any, bool] = OrderedDict()  # keys that came once, when most come only once
         self.launched_before = 0  # launches of graphs that are dropped
 
     @property
     def most_captures(self) -> int:
         return 4 * self.bound
-
-    @property
-    def has_captured_enough(self) -> bool:
-        return self.captures >= self.most_captures
 
     def touch(self, key: Any) -> None:
         with self.lock:
@@ -108,25 +102,12 @@ class States(OrderedDict[Any, State]):
             state = self.get(key)
             if state is not None:
                 self.move_to_end(key)
-            elif not self.has_captured_enough:
+            elif self.captures < self.most_captures:
                 state = self[key] = State()
                 while len(self) > TABLES * self.bound:
                     others = (k for k, each in self.items() if each.relaunch is None and each is not state)
                     self.drop(next(others, next(iter(self))))
             return state
-
-    def defers_observation(self, key: Any) -> bool:
-        """True if so many keys have come in a row without coming again that this one must come twice to be warmed up
-        for: to observe a call takes longer than the call, and its state takes the place of one that has a graph."""
-        if self.warm_ups < self.most_captures or key in self:
-            return False
-        with self.lock:
-            known = self.seen.pop(key, None) is not None
-            if not known:
-                self.seen[key] = True
-                while len(self.seen) > self.most_captures:
-                    self.seen.popitem(last=False)
-            return not known
 
     def replace(self, states: dict[Any, State]) -> None:
         with self.lock:
@@ -153,8 +134,7 @@ class States(OrderedDict[Any, State]):
             self.launched_before = self.launched()
             dropped = list(self.values())
             self.replace({})
-            self.captures = self.warm_ups = 0
-            self.seen.clear()
+            self.captures = 0
             return dropped
 
     def launched(self) -> int:
