@@ -1012,7 +1012,8 @@ SEAMS: tuple[Seam, ...] = (
         patch="inductor-relaunch",
         fingerprint="",
         why="The backward of memory-efficient attention reads its seeds on the host unless it is captured, but a graph "
-        "of its forward leaves them on the device. torch.cond takes the CUDA graph from the whole function.",
-        ends="the operator takes its seeds where they are, and torch.cond is split off alone",
+        "of its forward leaves them on the device. torch.cond takes the CUDA graph from the whole function. An "
+        "operator that writes to a view in a different type gets a copy, whose numbers are written back for its bits.",
+        ends="the operator takes its seeds where they are, torch.cond is split off alone, and views write bits",
     ),
 )

@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay.testing import Compiled, observe, simulated_gpu
+from torch_overlay.testing import compile_only, Compiled, observe, simulated_gpu
 
 
 def mend() -> None:
@@ -239,6 +239,27 @@ def read_behind_the_write() -> list[str]:
             if not torch.allclose(a, b)
         ]
     return wrong
+
+
+def written_through_other_types() -> list[str]:
+    """A custom operator that writes to a view in a different type leaves numbers where it wrote bits. On a GPU, it
+    does if it gets the whole, too: the operator is to get the value's own memory, which one kernel computes."""
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).half()
+        add_to(y.view(torch.int16)[1:3], torch.ones(2, dtype=torch.int16))
+        return y
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        add_to(y.view(torch.int32), x.view(torch.int32))
+        return y
+
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    wrong = [] if torch.equal(part(x), _compiled(part)(x)) else ["part"]
+    with simulated_gpu():
+        seen = compile_only(whole, torch.randn(64, device="cuda"))
+    return wrong + ["whole"] * (seen.wrappers[-1].count(".run(") != 1)
 
 
 def results_that_are_inputs() -> list[str]:
@@ -601,6 +622,7 @@ CHECKS = (
     saved_numbers,
     inputs_saved_and_written,
     read_behind_the_write,
+    written_through_other_types,
     concatenated_in_partitions,
     device_of_a_partition,
     views_of_what_is_concatenated,

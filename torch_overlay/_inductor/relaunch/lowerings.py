@@ -1,4 +1,5 @@
-"""Registers with Inductor's lowerings: attention finds its seeds, and a branch of the host's is split off alone."""
+"""Registers with Inductor's lowerings: attention finds its seeds, a branch of the host's is split off alone, and an
+operator that writes to a view in a different type writes to the viewed value."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch import attention_seeds
+from torch_overlay.upstream_fixes.bitcast_updates import on_realized_values
 
 
 if TYPE_CHECKING:
@@ -23,14 +25,15 @@ def register(module: ModuleType) -> Callable[[], None]:
     undo = contextlib.ExitStack()
     undo.callback(attention_seeds.register(module))
     for operator in BRANCHES:
-        undo.callback(_register(module, operator))
+        undo.callback(_register(module, operator, _split_off_alone))
+    undo.callback(_register(module, torch.ops.aten.view.dtype, on_realized_values))
     return undo.close
 
 
-def _register(module: ModuleType, operator: Any) -> Callable[[], None]:
+def _register(module: ModuleType, operator: Any, wrap: Callable[..., Any]) -> Callable[[], None]:
     table = module.lowerings
     before = table[operator]
-    ours = module.register_lowering(operator, type_promotion_kind=None)(_split_off_alone(before))
+    ours = module.register_lowering(operator, type_promotion_kind=None)(wrap(before))
 
     def undo() -> None:
         if table.get(operator) is ours:  # not another library's, which has registered one since
