@@ -21,7 +21,7 @@ NAMES = [check.__name__ for check in upstream_bugs.CHECKS]
 PARTS = {
     "inputs_saved_and_written": "whole",
     "read_behind_the_write": "whole view twice twice",
-    "written_through_other_types": "part whole",
+    "written_through_other_types": "part whole kernel",
     "concatenated_in_partitions": "matmuls nested read",
     "device_of_a_partition": "partition_0",
     "recorded_lazy_views": "conjugate conjugate negative negative zeros zeros",

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay.testing import compile_only, Compiled, observe, simulated_gpu
+from user_kernels import scaled_into
 
 
 def mend() -> None:
@@ -242,8 +243,8 @@ def read_behind_the_write() -> list[str]:
 
 
 def written_through_other_types() -> list[str]:
-    """A custom operator that writes to a view in a different type leaves numbers where it wrote bits. On a GPU, it
-    does if it gets the whole, too: the operator is to get the value's own memory, which one kernel computes."""
+    """A custom operator that writes to a view in a different type leaves numbers where it wrote bits. On a GPU, so it
+    does if it gets the whole, and so does a user's kernel: they are to get the value's own memory, and no copies."""
 
     def part(x: torch.Tensor) -> torch.Tensor:
         y = (x * 2).half()
@@ -255,11 +256,18 @@ def written_through_other_types() -> list[str]:
         add_to(y.view(torch.int32), x.view(torch.int32))
         return y
 
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).to(torch.float8_e4m3fn)
+        scaled_into(y.view(torch.uint8), y.view(torch.uint8), 1)
+        return y.float() + 1
+
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     wrong = [] if torch.equal(part(x), _compiled(part)(x)) else ["part"]
-    with simulated_gpu():
-        seen = compile_only(whole, torch.randn(64, device="cuda"))
-    return wrong + ["whole"] * (seen.wrappers[-1].count(".run(") != 1)
+    for function, values in ((whole, 1), (kernel, 2)):
+        with simulated_gpu():
+            (text,) = compile_only(function, torch.randn(64, device="cuda")).wrappers
+        wrong += [function.__name__] * (text.count("= empty_strided_cuda(") != values)
+    return wrong
 
 
 def results_that_are_inputs() -> list[str]:

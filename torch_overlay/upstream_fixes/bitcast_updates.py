@@ -16,6 +16,7 @@ import functools
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 
 from torch_overlay._functorch.streams.fx import is_view, updated_operands
 from torch_overlay.orders import reached
@@ -45,4 +46,13 @@ def on_realized_values(lower: Callable[..., Any]) -> Callable[..., Any]:
 def _is_written(view: Node) -> bool:
     """True if an operation writes to the view, or to a view of it."""
     views = reached([view], lambda n: [user for user in n.users if is_view(user)])
-    return any(not views.isdisjoint(updated_operands(user)) for node in views for user in node.users)
+    return any(not views.isdisjoint(_written(user)) for node in views for user in node.users)
+
+
+def _written(node: Node) -> list[Any]:
+    given: Any = node.kwargs
+    if node.target is not torch.ops.higher_order.triton_kernel_wrapper_mutation:
+        return updated_operands(node)
+    values = {name: v.meta["val"] if isinstance(v, torch.fx.Node) else v for name, v in given["kwargs"].items()}
+    about = given["kernel_idx"], given["constant_args_idx"], values, given["tma_descriptor_metadata"]
+    return [given["kwargs"][name] for name in get_mutated_tensors(*about)]
