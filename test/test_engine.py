@@ -36,6 +36,7 @@ if not form.PATCHED:
     from torch_overlay._cli import commands, demo, screen
     from torch_overlay._cli.commands import COMMANDS, STATUSES
     from torch_overlay._engine import verify
+    from torch_overlay._engine.report import make_status
     from torch_overlay._engine.torch_import import forget_after_import, is_importing
     from torch_overlay.errors import OverlayError, REASONS
     from torch_overlay.seams import fingerprint, Seam
@@ -278,6 +279,41 @@ class TestRefusals(FakeUpstream):
         installer.disable()
         self.assertEqual((type(module.Made(5)), module.Made(5).twice(1)), (module.Made, 2))
 
+    def functions(self) -> Seam:
+        """A seam of two functions of the module, one in a class."""
+        hook = "def {}(original, *args):\n    return original(*args) * 10\n"
+        self.write("torchfake_hooks.py", hook.format("plain") + hook.format("method"))
+        self.addCleanup(sys.modules.pop, "torchfake_hooks", None)
+        names = ("plain", "Thing.method")
+        mark = fingerprint(textwrap.dedent(UPSTREAM), *names)
+        return Seam("torchfake.upstream:", "torchfake_hooks", "module", None, mark, "a test", methods=names)
+
+    def test_functions_of_a_module_are_hooked_together(self) -> None:
+        installer = self.installer(seam := self.functions())
+        holder, thing = self.load("holder"), self.load().Thing()
+        installer.enable()
+        self.assertEqual((self.load().plain(1), holder.plain(1), thing.method(1), thing.static(1)), (20, 20, 80, 5))
+        self.assertEqual([(s.seam, s.state) for s in make_status(installer).seams], [(seam, "installed")])
+        self.load().Thing.method = self.load().Thing.method.__wrapped__
+        self.assertEqual([s.state for s in make_status(installer).seams], ["taken out"])
+        installer.disable()
+        self.assertEqual((self.load().plain(1), holder.plain(1), thing.method(1)), (2, 2, 8))
+
+    def test_a_change_of_any_function_of_a_module_is_refused(self) -> None:
+        seam = self.functions()
+        module = self.load()
+        for owner, name, target in ((module, "plain", "plain"), (module.Thing, "method", "Thing.method")):
+            with mock.patch.object(owner, name, lambda *args: 0):
+                error = self.refused("source_changed", self.seam("cached"), seam)
+                self.assertEqual(error.target, f"torchfake.upstream:{target}")
+        for found in ("x + 1", "x + 7"):
+            self.forget()
+            self.write("torchfake/upstream.py", UPSTREAM.replace(found, f"{found} + 0"))
+            self.assertEqual(self.refused("source_changed", self.seam("cached"), seam).target, seam.target)
+        self.forget()
+        self.write("torchfake/upstream.py", UPSTREAM.replace("def method", "def renamed").replace("(method)", "(0)"))
+        self.assertIn("Thing.method", str(self.refused("missing_target", self.seam("cached"), seam)))
+
     def test_a_decorator_that_changed_on_disk(self) -> None:
         self.write("torchfake/upstream.py", UPSTREAM.replace("lru_cache(None)", "lru_cache(8)"))
         self.refused("source_changed", self.seam("plain"), self.seam("cached"))
@@ -447,6 +483,9 @@ class TestRefusals(FakeUpstream):
         ):
             with self.subTest(target=target, kind=kind), self.assertRaises(ValueError):
                 Seam(target, "a:b", kind, None, mark, "a test")
+        for impl, methods in (("a", ()), ("a", ("b",)), ("a:b", ("b", "c"))):
+            with self.subTest(impl=impl, methods=methods), self.assertRaises(ValueError):
+                Seam("torch.a:", impl, "module", None, "0", "a test", methods=methods)
 
 
 @form.overlay_only

@@ -16,6 +16,7 @@ PACKAGE = "torch_overlay"
 LAYERS = (
     ("errors", "version", "csrc", "notes", "orders", "table"),
     ("config", "_options", "_stream_handling", "_logging", "seams", "hooks", "_functorch.offload.settings"),
+    ("plugin", "doors"),
     # The words of FX graphs, and the facts about a node and about a frame.
     ("frame_facts", *(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts"))),
     # The objects behind the numbers of streams, and the operators on them. Dynamo's side hands all else that it knows
@@ -132,7 +133,7 @@ class TestImports(common.TestCase):
         self.assertLess(layer_of("_functorch.streams.placement"), layer_of("_dynamo.registry"))
 
     def test_each_module_has_a_layer(self) -> None:
-        self.assertEqual([layer_of(module) for module in ("_dynamo.ops", "_dynamo.registry", "")], [3, 6, 23])
+        self.assertEqual([layer_of(module) for module in ("_dynamo.ops", "_dynamo.registry", "")], [4, 7, 24])
         with self.assertRaises(KeyError):
             layer_of("new_folder.module")
 

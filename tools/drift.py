@@ -326,7 +326,7 @@ def compare(new: Tree) -> Report:
         for other in fix.needs:
             check_patch(other, known[other].changes, texts, new)
         fixes.append(check_patch(name, fix.changes, texts, new))
-    return Report([seams.report(seam) for seam in SEAMS], queue, fixes)
+    return Report([seams.report(hook) for seam in SEAMS for hook in seam.hooks], queue, fixes)
 
 
 def main(argv: list[str]) -> int:

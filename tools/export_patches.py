@@ -7,7 +7,7 @@
 
 The series is generated and never edited. A patch of seam_table.PATCHES has what its seams change in upstream's files:
 
-    seam "wrap"    one decorator line above the upstream definition
+    seam "wrap", "module"    one decorator line above each upstream definition
     seam "replace", "register"    one line at the end of the upstream module
     imports        one line per upstream file and hook function
 
@@ -138,6 +138,8 @@ def header(patch: Patch, seams: list[Seam]) -> str:
     lines += [f"Origin: torch_overlay, patch {patch.slug}", f"Forwarded: {patch.upstream}", f"Base: {base()['tag']}"]
     for seam in seams:
         lines += [f"Seam: {seam.target} ({seam.kind})"]
+        if seam.kind == "module":
+            lines += textwrap.wrap(f" Functions: {', '.join(seam.methods)}", 98, subsequent_indent="  ")
         for field, text in (("Why", seam.why), ("Upstream", seam.upstream), ("Ends-When", seam.ends)):
             if text:
                 lines += textwrap.wrap(f" {field}: {text}", 98, subsequent_indent="  ")
@@ -155,7 +157,8 @@ def export(root: Path, full: bool = False) -> dict[str, str]:
         name = module_file(root, seam.module).as_posix()
         if name not in upstream:
             upstream[name] = UpstreamFile(root, name)
-        upstream[name].add(seam, positions[seam.patch])
+        for hook in seam.hooks:
+            upstream[name].add(hook, positions[seam.patch])
     result: dict[str, str] = {}
     for position, patch in enumerate(PATCHES):
         news = [new_file_diff(change) for change in modules().changes] if full and not position else []

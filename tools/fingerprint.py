@@ -2,7 +2,8 @@
 """Fingerprints of upstream definitions, for whoever adds a seam or moves the project to another base.
 
     python tools/fingerprint.py torch._inductor.scheduler:Scheduler.can_fuse    print one; of a constructor and methods
-                                that are overridden: torch._inductor.scheduler:Scheduler.__init__,can_fuse,_codegen
+                                that are overridden: torch._inductor.scheduler:Scheduler.__init__,can_fuse,_codegen;
+                                of functions of a module: torch._inductor.scheduler:,used_by,pick_loop_order
     python tools/fingerprint.py --write      rewrite torch_overlay/base.json from the installed torch and the seam table
     python tools/fingerprint.py --check      compare the table and base.json with the installed torch
 
@@ -58,7 +59,8 @@ def print_fingerprint(root: Path, target: str) -> None:
     qualname, *methods = names.split(",")
     owner = qualname.rpartition(".")[0]
     source = (root / module_file(root, module)).read_bytes().decode()
-    print(fingerprint(source, qualname, *(f"{owner}.{name}" for name in methods)), target)
+    listed = [qualname, *(f"{owner}.{name}" for name in methods)] if qualname else methods
+    print(fingerprint(source, *listed), target)
 
 
 def recorded() -> dict[str, object]:

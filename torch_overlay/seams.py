@@ -10,10 +10,13 @@ Kinds:
     replace   a module-level name; it is rebound to implementation(original) (hooks.replaced_by)
     register  a module, written "torch.module:" with nothing after the colon; the implementation gets the module and
               returns a callable that undoes the registration (hooks.registered_by)
+    module    functions of a module that are one thing, as a table or a policy is; the module is written as above,
+              `methods` names them, and the hook around each is the function of the same name in the module `impl`
+
 
 A fingerprint covers one definition, decorators included, and not its file: unrelated edits of the file don't matter.
 The fingerprint of a constructor also covers the methods that our function overrides in the object
-(Note [Subclasses of upstream's objects] of `hooks`).
+(Note [Subclasses of upstream's objects] of `hooks`), and that of a module's functions covers all of them.
 This module finds definitions in source text without importing them. `tools/fingerprint.py` prints fingerprints.
 """
 
@@ -24,14 +27,14 @@ import functools
 import hashlib
 import textwrap
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Kind = Literal["wrap", "replace", "register"]
+Kind = Literal["wrap", "replace", "register", "module"]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.ImportFrom
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
 _parse_lock = threading.Lock()
@@ -54,17 +57,21 @@ class Seam:
     why: str
     upstream: str = ""
     ends: str = "upstream takes the patch"
-    # Other methods of the target's class that the implementation overrides in the object: hooks.override.
+    # Other methods of the target's class that the implementation overrides in the object (hooks.override); of a
+    # module, the functions, or methods of its classes.
     methods: tuple[str, ...] = ()
     # True if the import of the overlay installs the seam, in a module that torch loads: Note [One moment].
     early: bool = False
 
     def __post_init__(self) -> None:
         module, colon, name = self.target.partition(":")
-        if not module.startswith("torch") or not colon or bool(name) == (self.kind == "register"):
+        of_module = self.kind in ("register", "module")
+        if not module.startswith("torch") or not colon or bool(name) == of_module:
             raise ValueError(f"{self.target!r} is not a target of kind {self.kind!r}")
         if bool(self.fingerprint) == (self.kind == "register"):
             raise ValueError(f"{self.target!r}: a {self.kind} seam has {'no' if self.fingerprint else 'a'} fingerprint")
+        if self.kind == "module" and (len(self.methods) < 2 or ":" in self.impl):
+            raise ValueError(f"{self.target!r}: a module seam has functions, and a module of ours with their hooks")
 
     @property
     def module(self) -> str:
@@ -77,8 +84,26 @@ class Seam:
     @property
     def definitions(self) -> tuple[str, ...]:
         """Names of the upstream definitions that the implementation was written against."""
+        if self.kind == "module":
+            return self.methods
         owner = self.qualname.rpartition(".")[0]
         return (self.qualname, *(f"{owner}.{name}" for name in self.methods))
+
+    @property
+    def hooks(self) -> tuple[Seam, ...]:
+        """One seam for each place that changes: the seam itself, or each function of a module."""
+        if self.kind != "module":
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                target=f"{self.target}{name}",
+                impl=f"{self.impl}:{name.rpartition('.')[2]}",
+                kind="wrap",
+                methods=(),
+            )
+            for name in self.methods
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import re
 import tempfile
 import unittest
@@ -64,7 +65,7 @@ class TestExport(unittest.TestCase):
         self.assertEqual([patch.name for patch in self.patches], [slug for slug in slugs if slug in self.exported])
 
     def test_every_wrap_seam_is_one_decorator_line_below_descriptors(self) -> None:
-        for seam in SEAMS:
+        for seam in itertools.chain(*(seam.hooks for seam in SEAMS)):
             if seam.kind != "wrap" or seam.patch is None:
                 continue
             with self.subTest(seam.target):
@@ -77,7 +78,7 @@ class TestExport(unittest.TestCase):
 
     def test_every_other_seam_is_one_line_at_the_modules_end(self) -> None:
         for seam in SEAMS:
-            if seam.kind == "wrap" or seam.patch is None:
+            if seam.kind in ("wrap", "module") or seam.patch is None:
                 continue
             with self.subTest(seam.target):
                 tree = self.trees[module_file(installed_root(), seam.module).as_posix()]
@@ -236,6 +237,12 @@ LIMIT = 3
             else "import os\nfrom torch._overlay.hooks import wrapped_by\nfrom torch.alpha",
             text,
         )
+
+    def test_each_function_of_a_module_seam_has_a_decorator(self) -> None:
+        names = ("Thing.static", "Thing.prop")
+        seam = Seam("torch.mod:", "torch_overlay.x", "module", "p", "0", "x", methods=names)
+        hooks = [("wrap", hook.qualname, hook.impl) for hook in seam.hooks]
+        self.assertEqual(hooks, [("wrap", name, f"torch_overlay.x:{name[6:]}") for name in names])
 
     def test_lines_at_the_end(self) -> None:
         text = self.edit(("replace", "LIMIT"), ("register", ""))

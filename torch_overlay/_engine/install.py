@@ -192,7 +192,7 @@ class Installer:
         for name in modules:
             import_module(name)
         for seam in seams:
-            if seam.kind != "wrap":
+            if seam.kind in ("replace", "register"):
                 resolve(seam.impl)
         with self.lock:
             if self.state == before:
@@ -202,7 +202,7 @@ class Installer:
                 self.state = after
 
     def _change(self, seams: Sequence[Seam]) -> None:
-        changes = [prepare(seam) for seam in seams]
+        changes = [prepare(hook) for seam in seams for hook in seam.hooks]
         try:
             for change in changes:
                 if change.place is not None:

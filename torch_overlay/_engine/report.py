@@ -151,7 +151,10 @@ def make_status(installer: Installer) -> Status:
             "python": platform.python_version(),
         },
         edited_files=tuple(installer.edited_files),
-        seams=tuple(SeamState(seam, "taken out" if seam.target in taken else installer.state) for seam in seams),
+        seams=tuple(
+            SeamState(seam, "taken out" if any(hook.target in taken for hook in seam.hooks) else installer.state)
+            for seam in seams
+        ),
         features=tuple(feature(installer, name) for name in FEATURES),
         coverage=coverage(),
     )

@@ -135,7 +135,8 @@ def check_fingerprint(seam: Seam, source: str) -> None:
     try:
         found = fingerprint(source, *seam.definitions)
     except (DefinitionNotFound, SyntaxError):
-        raise missing(seam, f"a definition of {seam.qualname}", "none in the source file") from None
+        names = seam.qualname or ", ".join(seam.methods)
+        raise missing(seam, f"a definition of {names}", "none in the source file") from None
     if found != seam.fingerprint:
         raise OverlayError(
             "source_changed",

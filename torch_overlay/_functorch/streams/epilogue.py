@@ -69,6 +69,12 @@ def _producer(value: Any) -> Node | None:
     return value if isinstance(value, torch.fx.Node) and value.op == "call_function" else None
 
 
+def place_copies(graph: Graph) -> None:
+    """Place each copy that writes an updated input back where the value that it writes is."""
+    for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        place_on(copy, node_stream(copy.args[1]))  # type: ignore[arg-type]
+
+
 def follow_mutations(graph: Graph) -> None:
     """Give each write-back copy the stream and the tokens of the value that it writes, not those of a later point."""
     for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):

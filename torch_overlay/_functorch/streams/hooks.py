@@ -1,8 +1,7 @@
-"""Has AOTAutograd place streams (placement.py), and its epilogue keep what was noted for it (epilogue.py)."""
+"""The package's stream policy (placement.py, epilogue.py), and hooks on the partitioning of a joint graph."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, TYPE_CHECKING
 
@@ -14,109 +13,49 @@ from torch_overlay._functorch.offload.hooks import offload_saved
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, keep_unsaved, prepare_parts
 from torch_overlay._functorch.streams.duplicates import merge_duplicates
-from torch_overlay._functorch.streams.epilogue import EpilogueNotes, note_epilogue
-from torch_overlay._functorch.streams.fx import node_stream
+from torch_overlay._functorch.streams.epilogue import EpilogueNotes, note_epilogue, place_copies
 from torch_overlay._functorch.streams.placement import place_streams
 from torch_overlay._functorch.streams.saved_values import may_be_donated, type_and_bytes
 from torch_overlay._stream_handling import handles_streams
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
     from torch.fx import Graph, GraphModule, Node
 
-
-def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
-    """Run `place_streams` in place of threading values through control_deps."""
-    if not handles_streams():
-        return original(gm)
-    frame_facts.remember()
-    return place_streams(gm, frame_facts.current())
+    from torch_overlay.doors.stream_policy import ViewMaker
 
 
-def skip_pass(original: Callable[..., Any], gm: GraphModule) -> None:
-    """Skip the pass: it inserts synchronisation that the planner derives from data dependencies."""
-    if not handles_streams():
-        original(gm)
-
-
-def stream_or_callers(original: Callable[..., Any], node: Node) -> int:
-    """Return the node's stream. A node without one runs on the caller's stream; upstream registers a fresh stream for
-    it.
-    """
-    if not handles_streams():
-        return original(node)
-    return node_stream(node)
-
-
-def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
-    """Note what the epilogue has to know, in place of the streams of inputs that it updates: the graph joins those into
-    the caller's stream.
-    """
-    if not handles_streams():
-        return original(gm, fw_metadata)
-    return note_epilogue(gm, fw_metadata)
-
-
-def create_runtime_wrapper(
-    original: Callable[..., Callable[..., Any]], compiled_fn: Any, *, runtime_metadata: Any, **kwargs: Any
-) -> Callable[..., Any]:
-    """Keep the promises of updates that the epilogue writes back, after the epilogue."""
-    wrapper = original(compiled_fn, runtime_metadata=runtime_metadata, **kwargs)
-    notes = EpilogueNotes.find(runtime_metadata)
-    if notes is None or (promises := notes.promises) is None:
-        return wrapper
-
-    @functools.wraps(wrapper)
-    def keep_promises(*args: Any, **kwargs: Any) -> Any:
-        result = wrapper(*args, **kwargs)
-        promises.keep()
-        return result
-
-    return keep_promises
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlacedViews:
-    """A result's recorded views, with their streams: a stand-in for the views that AOTAutograd passes from the result's
-    handler to `gen_alias_from_base`.
+class _Placement:
+    """The stream policy (`doors.stream_policy`): streams are placed, and the planner derives all synchronisation from
+    the dependencies of the placed nodes.
     """
 
-    streams: tuple[int, ...]
-    views: Any
+    def handles_streams(self) -> bool:
+        return handles_streams()
+
+    def place(self, gm: GraphModule, metadata: ViewAndMutationMeta, is_joint: bool) -> None:
+        if is_joint:
+            assign_second_nodes(gm.graph)
+            assign_sums(gm.graph)
+        frame_facts.remember()
+        place_copies(gm.graph)
+        place_streams(gm, frame_facts.current())
+        note_epilogue(gm, metadata)
+
+    def after_epilogue(self, metadata: ViewAndMutationMeta) -> Callable[[], None] | None:
+        notes = EpilogueNotes.find(metadata)
+        return notes.promises.keep if notes is not None and notes.promises is not None else None
+
+    def view_makers(self, metadata: ViewAndMutationMeta) -> Sequence[ViewMaker | None]:
+        notes = EpilogueNotes.find(metadata)
+        streams_of_each = notes.view_streams if notes is not None else ()
+        return [functools.partial(autograd_nodes.made_on, streams) if streams else None for streams in streams_of_each]
 
 
-def make_output_handler(original: Callable[..., Any], info: Any, runtime_metadata: Any, *args: Any) -> Any:
-    handler = original(info, runtime_metadata, *args)
-    notes = EpilogueNotes.find(runtime_metadata)
-    of_all = zip(runtime_metadata.output_info, notes.view_streams if notes is not None else ())
-    of_this = next((of for other, of in of_all if other is info), ())
-    if of_this and hasattr(handler, "view_meta_sequence"):
-        handler.view_meta_sequence = _PlacedViews(of_this, handler.view_meta_sequence)
-    return handler
-
-
-def gen_alias_from_base(
-    original: Callable[..., torch.Tensor],
-    base: torch.Tensor,
-    target: torch.Tensor,
-    requires_grad: bool,
-    views: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    if type(views) is not _PlacedViews:
-        return original(base, target, requires_grad, views, **kwargs)
-    return autograd_nodes.made_on(
-        views.streams, base, lambda of: original(of, target, requires_grad, views.views, **kwargs)
-    )
-
-
-def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> None:
-    if not handles_streams():
-        return original(gm)
-    assign_second_nodes(gm.graph)
-    return assign_sums(gm.graph)
+POLICY = _Placement()
 
 
 def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
