@@ -21,7 +21,7 @@ SEEDS = Need(
     "torch._inductor.lowering:", "seeds of memory-efficient attention are moved to where operators expect them"
 )
 STREAM = Need(
-    "torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",
+    "torch._dynamo.graph_bytecode_inputs:",
     "the caller's streams are replaced by those of a capture",
 )
 

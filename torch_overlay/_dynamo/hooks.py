@@ -1,11 +1,8 @@
-"""Hooks on Dynamo, and on the code of AOTAutograd that runs a compiled graph, in the order in which a frame meets them.
+"""Hooks on Dynamo, in the order in which a frame meets them; `external_objects` has those on the objects of its calls.
 
 - A frame is compiled: Dynamo's graph is of a subclass whose methods are ours, and the backend is handed the frame's
   facts.
 - Dynamo traces functions, classes, streams and numbers: each hook asks a module of this folder first.
-- The emitted bytecode passes the graph its streams and events, around the call, as a table in place of the process-wide
-  one (`objects`); the numbering of `torch._dynamo.graph_bytecode_inputs` asks the registry.
-- AOTAutograd keeps the table of a forward for its backward.
 - Upstream's checks and helpers that the planner makes unnecessary are skipped. Upstream raises an error for an event
   recorded after a mutation of an input, because the write-back of the mutation comes after the graph; and for `del x`
   of a tensor that two streams used, it records an event and waits for the event at once. The planner orders write-backs
@@ -14,17 +11,13 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from typing import Any, TYPE_CHECKING
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._dynamo import graph_bytecode_inputs as numbering
-from torch._dynamo.bytecode_transformation import create_dup_top
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import UserError
-from torch._dynamo.resume_execution import _bytecode_from_template_with_split
 from torch._dynamo.source import GlobalWeakRefSource
 
 from torch_overlay import frame_facts
@@ -33,12 +26,11 @@ from torch_overlay._dynamo.manual_contexts import bind, unbound_method
 from torch_overlay._dynamo.methods import stream_compare
 from torch_overlay._dynamo.run_time_values import branch_error
 from torch_overlay._dynamo.state import handled
-from torch_overlay._stream_handling import handles_streams
 from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph
@@ -228,50 +220,7 @@ def evaluate_expr(original: Callable[..., Any], number: Any, output: OutputGraph
         raise UserError(error.error_type, text) from error
 
 
-# -- the call of a graph
-
-# One call passes the objects, and one after the graph restores the previous table, also if the graph raises. Streams
-# that the frame made current with `set_stream` become current right after the graph's call, before anything else runs.
-
-
-def _leave_in_any_case(leave: Any, dummy: Any) -> None:
-    """Template of the bytecode around the call; the call replaces `dummy`."""
-    try:
-        dummy  # noqa: B018
-    finally:
-        leave()
-
-
-def call_with_objects(codegen: PyCodegen, emit_call: Callable[[], None]) -> None:
-    """Emit the call of a graph by `emit_call`, with what passes the graph its streams and events around it."""
-    constructors = list(numbering.index_to_bytecode_constructor)
-    if not constructors:
-        emit_call()
-        return
-    output = codegen.tx.output
-    frame = registry.current()
-    for index in frame.set_streams.values():
-        registry.local_of(output, index)
-
-    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "enter"))
-    for index, constructor in enumerate(constructors):
-        constructor(codegen)
-        if index in frame.locals:
-            codegen.append_output(create_dup_top())
-            codegen.store(frame.locals[index])
-    codegen.call_function(len(constructors), False)
-    leave = output.new_var("leave_stream_objects")
-    codegen.store(leave)
-    # Nothing is on the stack when Dynamo calls a graph, so an exception unwinds to depth 0.
-    before, after = _bytecode_from_template_with_split(_leave_in_any_case, 0, {"leave": leave})
-    codegen.extend_output(before)
-    emit_call()
-    codegen.extend_output(after)
-    for index in frame.set_streams.values():
-        codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
-        codegen.append_output(codegen.create_load(frame.locals[index]))
-        codegen.call_function(1, False)
-        codegen.pop_top()
+# -- the caller's stream
 
 
 def push_callers_stream(codegen: PyCodegen, device: torch.device) -> None:
@@ -282,41 +231,6 @@ def push_callers_stream(codegen: PyCodegen, device: torch.device) -> None:
     codegen.call_function(1, False)
 
 
-def get_external_object_by_index(original: Callable[[int], object], index: int) -> object:
-    if objects.current() is not None:
-        return objects.get(index)
-    return original(index)  # while tracing
-
-
-def set_external_object_by_index(original: Callable[[int, object], None], index: int, value: object) -> None:
-    objects.put(index, value)
-
-
-def store_user_object_weakrefs(original: Callable[..., None], *table: object) -> None:
-    objects.install(table)
-
-
-def stash_graph_created_object(original: Callable[[object], object], value: object) -> object:
-    return value  # the table holds it
-
-
-def reset_user_object_tracking(original: Callable[[], None]) -> None:
-    registry.reset()
-    original()
-
-
-def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
-    return registry.add_callers_object(original, value, source) if handles_streams() else original(value, source)
-
-
-def has_user_objects(original: Callable[[], bool]) -> bool:
-    return False  # so that upstream's prologue isn't emitted beside ours
-
-
-def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
-    call_with_objects(codegen, lambda: original(codegen, fn_name))
-
-
 def reconstruct_current_stream(
     original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
 ) -> None:
@@ -324,49 +238,6 @@ def reconstruct_current_stream(
         push_callers_stream(codegen, source.device)
     else:
         original(source, codegen)
-
-
-# -- a backward
-
-
-class _Thread(threading.local):
-    table: objects.Snapshot | None = None  # of the backward that is about to run
-
-
-_thread = _Thread()
-
-
-class _Announced(objects.Snapshot):
-    """Table with the interface of the dict that AOTAutograd expects."""
-
-    __slots__ = ()
-
-    def items(self) -> Iterator[tuple[int, object]]:
-        """Note the table for the backward: AOTAutograd calls this just before the compiled code."""
-        _thread.table = self
-        return iter(())
-
-
-def snapshot_external_objects(original: Callable[[Any], None], ctx: Any) -> None:
-    table = objects.current()
-    ctx._external_objects = {} if table is None else _Announced(table)
-
-
-def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return the compiled backward, which runs with the table of its forward."""
-    compiled = original(compiler, **kwargs)
-    if hasattr(compiled, "runs_with_table_of_forward"):
-        return compiled
-
-    def run(*args: Any) -> Any:
-        table, _thread.table = _thread.table, None
-        return compiled(*args) if table is None else table.run(compiled, args)
-
-    run.runs_with_table_of_forward = True  # type: ignore[attr-defined]
-    if hasattr(compiled, "_boxed_call"):
-        run._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
-    compiler.compiled_bw = run
-    return run
 
 
 # -- skipped
