@@ -13,7 +13,6 @@ Kinds:
     module    functions of a module that are one thing, as a table or a policy is; the module is written as above,
               `methods` names them, and the hook around each is the function of the same name in the module `impl`
 
-
 A fingerprint covers one definition, decorators included, and not its file: unrelated edits of the file don't matter.
 The fingerprint of a constructor also covers the methods that our function overrides in the object
 (Note [Subclasses of upstream's objects] of `hooks`), and that of a module's functions covers all of them.
