@@ -6,6 +6,7 @@
 import atexit
 import collections
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -57,10 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Tests may replace upstream's functions: the hooks are there already. And collections of garbage leave out the two
-    million objects that imports have made.
+    million objects that imports have made, and are as many as a compilation makes worth it.
     """
     if not form.PATCHED:
         form.overlay.enable()
+        # Upstream's TestCase has PyTorch write its structured trace, to nowhere. The patched form does.
+        logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
     gc.collect()
     gc.freeze()

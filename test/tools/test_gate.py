@@ -29,7 +29,7 @@ import relaunch_counts
 import shapes
 import stream_counts
 import streams
-from records import Figures
+from records import Figures, Record
 
 import form
 from torch_overlay._inductor.relaunch.memory import packing
@@ -426,6 +426,20 @@ class TestInstructions(unittest.TestCase):
             found = instructions.depends()
         self.assertEqual(found["options of its build"], "--enable-shared CFLAGS=-O1 -g")
         self.assertEqual(found["python"].split()[1], sys.version.split()[0])
+
+    def test_counts_that_the_gate_would_skip_are_not_made(self) -> None:
+        here = instructions.depends()
+        for processor in (here["processor"], "another"):
+            baseline = [Record("instructions", "region", {"depends": {**here, "processor": processor}}, {})]
+            with (
+                mock.patch.object(records, "read", return_value=baseline),
+                mock.patch.object(instructions, "missing", return_value=""),
+                mock.patch.object(instructions, "measure", return_value={}) as measure,
+                contextlib.redirect_stdout(io.StringIO()) as said,
+            ):
+                self.assertEqual(instructions.main(["--comparable"]), 0)
+            self.assertEqual(measure.called, processor != "another")
+        self.assertIn(f"not counted: with {here['processor']}; the baseline with another", said.getvalue())
 
     def test_compiler_with_arguments(self) -> None:
         with mock.patch("triton.runtime.build._find_compiler", return_value="ccache gcc"):

@@ -2,6 +2,7 @@
 """Counts the instructions that a relaunch and a region with streams take on the host, under valgrind. Needs no GPU.
 
     python tools/bench/instructions.py --jsonl FILE
+    python tools/bench/instructions.py --comparable      only where the baseline has counts of the same machine
 
     region      entering and leaving a region that forks to two streams and joins them, and what it records there
     relaunch    a call of a region that has a graph of four kernels: two inputs, two outputs and the scratch have moved,
@@ -12,7 +13,7 @@ length, so that what is done once drops out. The counts are those of one process
 JSON lines name, and are compared only where these are the same. Variables of the caller that change what Python, the
 overlay or the loader do are kept from the process (`CHANGING`).
 
-Exit status: 0, also where valgrind isn't installed, with a line that says so; 1 if the process failed or took too long.
+Exit status: 0, also where nothing is counted, with a line that says why; 1 if the process failed or took too long.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "test"), str(ROOT / "test" / "inductor")]
 
 import counts  # noqa: E402  # pyrefly: ignore[missing-import]
+import gate  # noqa: E402  # pyrefly: ignore[missing-import]
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
@@ -260,14 +262,22 @@ def missing() -> str:
     return "" if there else "valgrind and its header callgrind.h are not installed"
 
 
+def incomparable() -> str:
+    """In what this machine differs from that of the baseline; empty if in nothing, or if the baseline has no counts."""
+    here = records.Record("instructions", "", {"depends": depends()}, {})
+    found = [record for record in records.read(gate.BASELINE / "cpu.jsonl") if record.bench == here.bench]
+    return gate.other_machine(found[0], here) if found else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--comparable", action="store_true", help="count nothing that gate.py would skip")
     records.add_option(parser)
     args = parser.parse_args(argv)
     if args.run:
         run(args.run)
-    if what := missing():
+    if what := missing() or (args.comparable and incomparable()):
         print(f"instructions are not counted: {what}")
         return 0
     try:

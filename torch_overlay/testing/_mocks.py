@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pkgutil
 from collections import Counter
 from types import FunctionType
 from typing import Any, TYPE_CHECKING
@@ -46,7 +47,11 @@ class Mock:
             self.replacement.__name__ = self.replacement.__qualname__ = name
 
     def patch(self) -> contextlib.AbstractContextManager[Any]:
-        return mock.patch(self.target, self.replacement, create=self.create)
+        owner, _, name = self.target.rpartition(".")
+        return mock.patch.object(_resolved(owner), name, self.replacement, create=self.create)
+
+
+_resolved = functools.cache(pkgutil.resolve_name)  # of a hundred owners, each time that a simulation is entered
 
 
 def _calls(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,6 +275,11 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             "torch._inductor.cpu_vec_isa.pick_vec_isa",
             lambda: cpu_vec_isa.VecAVX2(),
             "tries the C++ compiler out on the host's instruction sets, for seconds; host kernels stay text here",
+        ),
+        Mock(
+            "torch._dynamo.guards.profile_guard_manager",
+            _returns(0.0),
+            "flushes the host's caches to time the guards: 30 ms for each frame",
         ),
         Mock("torch._inductor.select_algorithm.PRINT_AUTOTUNE", False, "would print times that nobody measured"),
         Mock("torch._inductor.select_algorithm._log_autotune_choices_stats", _returns(None), "prints them as well"),
