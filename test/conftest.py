@@ -15,9 +15,6 @@ import tempfile
 import hypothesis
 import pytest
 
-import form
-import patched_form
-
 
 gc.disable()  # until all is collected: imports and trees of syntax make much, and hardly any garbage
 os.environ["COLUMNS"] = "160"  # of commands; the workers of xdist say 80
@@ -36,10 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if flags := os.environ.get("TORCH_OVERLAY_CFLAGS"):  # those of a sanitizer: tools/check
+        import form
         from torch_overlay import csrc
 
         csrc.FLAGS += tuple(flags.split())
     if config.getoption("--each-hook"):
+        import form
+        import patched_form
+
         if not form.PATCHED:
             raise pytest.UsageError("--each-hook is for the patched form: tools/run_patched.py pytest --each-hook")
         patched_form.record()
@@ -60,6 +61,8 @@ def pytest_collection_finish() -> None:
     """Tests may replace upstream's functions: the hooks are there already. And collections of garbage leave out the two
     million objects that imports have made, and are as many as a compilation makes worth it.
     """
+    import form  # and torch, which the process that hands tests to workers doesn't need
+
     if not form.PATCHED:
         form.overlay.enable()
         # Upstream's TestCase has PyTorch write its structured trace, to nowhere. The patched form does.

@@ -10,6 +10,7 @@ from torch._dynamo.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor.relaunch.coverage import coverage

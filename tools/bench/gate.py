@@ -104,7 +104,7 @@ def noise_of(kind: str, old: Sequence[float], new: Sequence[float]) -> float:
 
 def compare(old: Record, new: Record) -> Iterator[Finding]:
     """Every figure of a row. Raises BadInput where a side lacks one."""
-    why = other_machine(old, new)
+    why = difference_of_machines(old, new)
     for kind in dict.fromkeys((*old.figures, *new.figures)):
         mine, theirs = new.figures.get(kind, {}), old.figures.get(kind, {})
         for name in dict.fromkeys((*theirs, *mine)):
@@ -115,7 +115,7 @@ def compare(old: Record, new: Record) -> Iterator[Finding]:
             yield Finding(new, name, kind, statistics.median(a), statistics.median(b), noise_of(kind, a, b), why)
 
 
-def other_machine(old: Record, new: Record) -> str:
+def difference_of_machines(old: Record, new: Record) -> str:
     """Say where `depends` of two records of a row differs; empty if nowhere."""
     before, after = ((r.about.get("depends") or {}) for r in (old, new))
     if before == after:
@@ -146,7 +146,7 @@ def accept(baseline: Sequence[Record], new: Sequence[Record], some: bool, other_
     """
     old, benches = {r.key: r for r in baseline}, {r.bench for r in new}
     for record in () if other_machine else new:
-        if record.key in old and (why := other_machine(old[record.key], record)):
+        if record.key in old and (why := difference_of_machines(old[record.key], record)):
             raise BadInput(
                 f"{record.bench}: row {record.row} was measured {why}: measure it there, or pass --other-machine to "
                 "compare it here from now on"

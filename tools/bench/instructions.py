@@ -266,7 +266,7 @@ def incomparable() -> str:
     """In what this machine differs from that of the baseline; empty if in nothing, or if the baseline has no counts."""
     here = records.Record("instructions", "", {"depends": depends()}, {})
     found = [record for record in records.read(gate.BASELINE / "cpu.jsonl") if record.bench == here.bench]
-    return gate.other_machine(found[0], here) if found else ""
+    return gate.difference_of_machines(found[0], here) if found else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
