@@ -24,7 +24,7 @@ from stream_programs import _program, by_name, gpu, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import backward_tables, compiled_backward, hooks, objects
+from torch_overlay._dynamo import backward_tables, compiled_backward, external_objects, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import ENTRY
@@ -592,7 +592,7 @@ class TestTable(TestCase):
         with failure, self.assertRaisesRegex(RuntimeError, "a kernel fails"):
             loss.backward()
         self.assertIsNone(objects.current())
-        self.assertIsNone(hooks._thread.table)
+        self.assertIsNone(external_objects._thread.table)
 
     def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
         loss = on_side(torch.cuda.Stream())(self.x)

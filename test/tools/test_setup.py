@@ -126,6 +126,15 @@ class TestSetup(unittest.TestCase):
         self.assertIn("12 GB are needed, 0 GB are free", result.stderr)
 
     @form.slow
+    def test_pip_tries_what_uv_could_not_install(self) -> None:
+        self.pins("2.15.1", "")
+        self.program("df", "echo header; echo fs 100 99 52428800 99% /")
+        result = self.run_setup(**NO_NETWORK)
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn("uv could not install them; pip tries it", result.stderr)
+        self.assertIn("pip could not install torch==2.15.1", result.stderr)
+
+    @form.slow
     def test_no_network_is_said_and_a_second_run_goes_on(self) -> None:
         self.pins("2.15.0", "overlaytestpackage==1.0")
         for _ in range(2):

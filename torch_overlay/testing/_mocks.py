@@ -189,8 +189,10 @@ class SimulatedRunner:
 
     def __init__(self, record: Callable[..., Any], model: Callable[[list[Any]], Any], code: Any) -> None:
         from torch_overlay._inductor.relaunch.governor import Governor
+        from torch_overlay._inductor.relaunch.states import CallKeys
 
-        self.model, self.code, self.compiled, self.governor = model, code, None, Governor()
+        self.model, self.code, self.compiled = model, code, None
+        self.governor, self.keys = Governor(), CallKeys(code)
         self.outside: Counter[str] = Counter()
         self.refusals: dict[str, Any] = {}
         self.calls, self.sizes = 0, set[Any]()
