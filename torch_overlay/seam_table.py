@@ -511,7 +511,7 @@ SEAMS: tuple[Seam, ...] = (
         patch="inductor-stream-planner",
         fingerprint="e419af21ee95961c",
         why="Each update of a part of a tensor copies the whole tensor where the parts are written on several streams: "
-        "the pass is told which scatters are to be updates in place.",
+        "the hooks choose the scatters that become updates in place.",
         ends="upstream reinplaces scatters whose neighbours run on another stream",
         methods=(
             "reinplace_inplaceable_ops_core",

@@ -342,15 +342,14 @@ def unequal(sides: Mapping[str, Answer]) -> bool:
     return len({answer["digest"] for answer in sides.values() if "digest" in answer}) > 1
 
 
-def measure(
-    runs: Runs, rows: Sequence[str], sides: Sequence[str], args: argparse.Namespace
-) -> Iterator[tuple[str, dict[str, Answer]]]:
+def measure(runs: Runs, rows: Sequence[str], sides: Sequence[str]) -> Iterator[tuple[str, dict[str, Answer]]]:
     """The rows in turn, each alone when all of its group are warm."""
-    with concurrent.futures.ThreadPoolExecutor(args.together) as pool:
-        for begin in range(0, len(rows), args.together):
-            group = rows[begin : begin + args.together]
+    together = runs.args.together
+    with concurrent.futures.ThreadPoolExecutor(together) as pool:
+        for begin in range(0, len(rows), together):
+            group = rows[begin : begin + together]
             found: dict[str, list[dict[str, Answer]]] = {row: [] for row in group}
-            for _ in range(args.rounds):
+            for _ in range(runs.args.rounds):
                 if time.monotonic() > runs.deadline:
                     break
                 with contextlib.ExitStack() as stack:
@@ -486,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.jobs > 1 or args.device == "cpu":
             results = compare(runs, args.rows, args.sides, pool)
         else:
-            results = measure(runs, args.rows, args.sides, args)
+            results = measure(runs, args.rows, args.sides)
         for row, sides in results:  # of a command that is stopped, the rows before are kept
             found[row] = sides
             for line in cells(row, sides):
