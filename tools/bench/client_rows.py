@@ -140,8 +140,12 @@ def _padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long()}
 
 
-def _trainer(use: Use, lengths: tuple[int, ...] = (64,), **arguments: Any) -> Any:
+def _trainer(use: Use, lengths: tuple[int, ...] = (64,), checkpoints: bool = False, **arguments: Any) -> Any:
     transformers = library("transformers")
+
+    model = _llama(use, use_cache=False)
+    if checkpoints:  # a Trainer adds a hook at each `train()` instead, and the model is compiled again
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
     # Batches of one sample each have their own length.
     batch = 4 if len(lengths) == 1 else 1
@@ -163,7 +167,7 @@ def _trainer(use: Use, lengths: tuple[int, ...] = (64,), **arguments: Any) -> An
         "torch_compile_mode": use.mode,
     }
     return transformers.Trainer(
-        model=_llama(use, use_cache=False),
+        model=model,
         args=transformers.TrainingArguments(**settings | arguments),
         train_dataset=_texts(use, lengths, 64),
         eval_dataset=_texts(use, lengths, 10),  # the last batch is smaller
@@ -190,7 +194,7 @@ for _name, _arguments in {
     "": {},
     " lengths": {"lengths": LENGTHS},
     " accumulation": {"gradient_accumulation_steps": 4},
-    " checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    " checkpointing": {"checkpoints": True},
     " evaluation": {"eval_strategy": "steps", "eval_steps": TRAINED // 2},
 }.items():
     client(f"trainer{_name}", "transformers", "accelerate")(functools.partial(_trains, **_arguments))
