@@ -48,12 +48,12 @@ class Seam:
 
     target: str
     impl: str
-    kind: Kind
+    kind: Kind = "wrap"
     # Slug of the patch that carries the seam; None for a seam that only the overlay form needs.
-    patch: str | None
+    patch: str | None = ""
     # First 16 hex digits of the SHA-256 of the upstream definition, and of those of `methods`; empty for "register".
-    fingerprint: str
-    why: str
+    fingerprint: str = ""
+    why: str = ""
     upstream: str = ""
     ends: str = "upstream takes the patch"
     # Other methods of the target's class that the implementation overrides in the object (hooks.override); of a
