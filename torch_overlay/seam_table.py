@@ -47,12 +47,6 @@ PATCHES: tuple[Patch, ...] = (
         "after it, and read the new value. No program that was right compiles to other code.",
     ),
     Patch(
-        slug="inductor-partition-concat",
-        subject="A concatenation whose parts are computed in several graph partitions has one memory",
-        description="Each partition that computed a part allocated a result of its own, so that what an earlier "
-        "partition had computed was missing, silently. The first one now hands the result on.",
-    ),
-    Patch(
         slug="inductor-partition-device",
         subject="Graph partitions that are compiled on one rank know their device",
         description="A partition looked its stream up on a device whose index was a variable of the function that "
@@ -75,13 +69,6 @@ PATCHES: tuple[Patch, ...] = (
         subject="A constant that is returned on the host is not made on the GPU",
         description="With CUDA graphs, constants of the host that a graph returns, or saves for its backward, came on "
         "the GPU. They stay where the program makes them.",
-    ),
-    Patch(
-        slug="inductor-no-op-results",
-        subject="A result that takes no computing is memory of its own",
-        description="Additions of zero, products with one and copies are removed, and their results were the input, "
-        "its new value, or another result, itself: who wrote to one in place changed the other, and so did the graph. "
-        "They are copies now, as is what is returned or saved and put into an input.",
     ),
     Patch(
         slug="compile-garbage",
@@ -188,25 +175,6 @@ SEAMS: tuple[Seam, ...] = (
         upstream="pytorch#198104",
         ends="upstream realizes the readers of all names of the memory",
     ),
-    Seam(
-        target="torch._inductor.scheduler:Scheduler.dead_node_elimination",
-        impl="torch_overlay.upstream_fixes.mutation_order:dead_node_elimination",
-        patch="inductor-mutation-order",
-        fingerprint="64034b30b7b37f53",
-        why="A write comes after the readers of the old value by waiting for the latest version of what they compute, "
-        "and the wait goes when the writer of that version is dropped.",
-        ends="upstream waits for the version before a dropped one",
-    ),
-    # ---- inductor-partition-concat
-    Seam(
-        target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",
-        impl="torch_overlay.upstream_fixes.partition_concat:get_graph_partition_signature",
-        patch="inductor-partition-concat",
-        fingerprint="fa352ca23af9e8e8",
-        why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
-        "in the first.",
-        ends="upstream hands the result on from partition to partition",
-    ),
     # ---- inductor-partition-device
     Seam(
         target="torch._inductor.codegen.wrapper:_coor_device_idx_ref",
@@ -247,31 +215,6 @@ SEAMS: tuple[Seam, ...] = (
             "cannot_be_moved",
             "__call__",
         ),
-    ),
-    # ---- inductor-no-op-results
-    Seam(
-        target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay.upstream_fixes.aliases:remove_operations",
-        patch="inductor-no-op-results",
-        fingerprint="59916cf93109b19b",
-        why="A result of the graph becomes an input, or another result, where the operation that made it is removed.",
-        ends="upstream keeps what makes a result, as its pass after the partitioner does",
-    ),
-    Seam(
-        target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay.upstream_fixes.aliases:remove_operations",
-        patch="inductor-no-op-results",
-        fingerprint="4015e0b85a9bc1a0",
-        why="A copy of an input that is updated in place becomes that input.",
-        ends="upstream's pass sees that the value is written back into an input",
-    ),
-    Seam(
-        target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops",
-        impl="torch_overlay.upstream_fixes.aliases:reinplace_inplaceable_ops",
-        patch="inductor-no-op-results",
-        fingerprint="0fd70a6a266bd8c6",
-        why="What is returned, or saved, and put into an input as well is computed there, and so is the input itself.",
-        ends="upstream's pass counts what the graph returns as a reader",
     ),
     # ---- compile-garbage
     Seam(
@@ -378,16 +321,20 @@ SEAMS: tuple[Seam, ...] = (
         target="torch._inductor.scheduler:Scheduler.__init__",
         impl="torch_overlay._inductor.overrides:scheduler_init",
         patch="inductor-stream-planner",
-        fingerprint="53a90a29511c920c",
+        fingerprint="73fb5cf350787d23",
         why="Plans the final schedule of a region and emits the plan; places copies of saved activations in it; keeps "
-        "visible stream operations in order and out of captured graphs; notes what is split off, and why.",
+        "visible stream operations in order and out of captured graphs; notes what is split off, and why. A write "
+        "comes after the readers of the old value, also if the writer of a version between is dropped, and partitions "
+        "that compute parts of a concatenation hand one result on.",
         upstream="pytorch#178549, #194234",
         methods=(
             "compute_dependencies",
+            "dead_node_elimination",
             "_populate_stream_assignments",
             "compute_last_usage",
             "should_partition",
             "_log_graph_partitions",
+            "get_graph_partition_signature",
             "_codegen",
             "_codegen_partitions",
             "enter_context",
@@ -430,7 +377,8 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="c02a0cfca490771d",
         why="A pass must not move a surviving node to another stream, and a node that it makes runs where the one "
         "that it replaces did; reorder_for_locality delays side branches until what they were to run beside is "
-        "launched.",
+        "launched. A result of the graph must not become an input, or another result, where a pass removes the "
+        "operation that made it.",
         upstream="pytorch#189095",
         methods=(
             "__enter__",
@@ -460,11 +408,14 @@ SEAMS: tuple[Seam, ...] = (
         impl="torch_overlay._inductor.streams.fx_passes",
         kind="module",
         patch="inductor-stream-planner",
-        fingerprint="e419af21ee95961c",
+        fingerprint="5b853d6537d1dbb0",
         why="Each update of a part of a tensor copies the whole tensor where the parts are written on several streams: "
-        "the hooks choose the scatters that become updates in place.",
-        ends="upstream reinplaces scatters whose neighbours run on another stream",
+        "the hooks choose the scatters that become updates in place. What is returned, or saved, and put into an input "
+        "as well is computed there, and so is the input itself.",
+        ends="upstream reinplaces scatters whose neighbours run on another stream, and counts what the graph returns "
+        "as a reader",
         methods=(
+            "reinplace_inplaceable_ops",
             "reinplace_inplaceable_ops_core",
             "scatter_always_uses_mutation",
         ),

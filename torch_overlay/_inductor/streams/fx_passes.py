@@ -44,7 +44,8 @@ from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.hooks import override
-from torch_overlay.upstream_fixes.aliases import COPY_OF
+from torch_overlay.notes import Notes
+from torch_overlay.upstream_fixes.aliases import Aliases, COPY_OF, reinplace_inplaceable_ops
 
 
 if TYPE_CHECKING:
@@ -491,14 +492,25 @@ def _shared(graph: Graph) -> Iterable[Node]:
             yield from chain
 
 
+_REMOVES = ("remove_noop_ops", "constant_fold_uniform_value")  # passes that remove what takes no computing
+
+
+@dataclasses.dataclass
+class PassNotes(Notes):
+    """Notes on a pass (`GraphTransformObserver`)."""
+
+    log: PassLog | None
+    aliases: Aliases | None
+
+
 def observer_init(original: Callable[..., None], observer: GraphTransformObserver, *args: Any, **kwargs: Any) -> None:
     override(observer, __enter__=enter_observer, __exit__=exit_observer, apply_graph_pass=apply_graph_pass)
     original(observer, *args, **kwargs)
 
 
 def enter_observer(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
-    if handles_streams() and (log := begin_pass(observer.gm)) is not None:
-        observer._overlay_log = log  # type: ignore[attr-defined]
+    aliases = Aliases(observer.gm.graph) if observer.passname in _REMOVES else None
+    PassNotes(begin_pass(observer.gm) if handles_streams() else None, aliases).put(observer)
     return original(observer)
 
 
@@ -509,10 +521,12 @@ def exit_observer(
     error: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
+    notes: Any = PassNotes.find(observer)
+    if notes.aliases is not None and kind is None:
+        notes.aliases.keep_apart(handles_streams())
     original(observer, kind, error, traceback)
-    log: PassLog | None = observer.__dict__.pop("_overlay_log", None)
-    if log is not None:
-        end_pass(observer.gm, log, failed=kind is not None)
+    if notes.log is not None:
+        end_pass(observer.gm, notes.log, failed=kind is not None)
 
 
 def apply_graph_pass(
@@ -540,4 +554,4 @@ def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -
     return IN_PLACE in node.meta or original(node)
 
 
-__all__ = ["is_placed", "is_write", "needs_placement", "NewNodes", "PassLog", "Placed"]
+__all__ = ["is_placed", "is_write", "needs_placement", "NewNodes", "PassLog", "Placed", "reinplace_inplaceable_ops"]
