@@ -119,13 +119,13 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     return undo
 
 
-def make_state(original: type) -> Callable[[], Any]:
-    """Replace the class from which the translator makes its stream state."""
+def state_init(original: Callable[[Any], None], made: Any) -> None:
+    """Make the translator's stream state one of ours. Upstream's constructor is called by that of ours, too."""
+    from torch_overlay._dynamo import state
+    from torch_overlay._stream_handling import handles_streams
 
-    def make() -> Any:
-        from torch_overlay._dynamo import state
-        from torch_overlay._stream_handling import handles_streams
-
-        return state.StreamState() if handles_streams() and state.applies() else original()
-
-    return make
+    if isinstance(made, state.StreamState) or not (handles_streams() and state.applies()):
+        original(made)
+    else:
+        made.__class__ = state.StreamState
+        made.__init__()
