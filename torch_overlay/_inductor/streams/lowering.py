@@ -18,7 +18,7 @@ from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, storage_node
 from torch_overlay._inductor.offload import codegen as offload_codegen
-from torch_overlay._inductor.streams import copies_in_place, ranges
+from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.copies_in_place import (
     assume_unaligned,
     computed_in_place,
@@ -138,7 +138,6 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     is_backward = bool(kwargs.get("is_backward"))
     if has_streams:
         prepare(gm.graph, config.fold_branches_below_us, is_backward)
-    copies_in_place.publish_copy(gm.graph)
     original(lowering, gm, *args, **kwargs)
     if has_streams:
         assume_unaligned(lowering, inputs_in_parts(gm.graph) | (saved_views(gm.graph) if is_backward else set()))
