@@ -349,9 +349,7 @@ class _Rewriter:
 
     def part(self, scatter: Node, base: Node) -> torch.Tensor:
         """Return the part of the memory that a scatter writes."""
-        arguments = torch.fx.map_arg(scatter.args[2:], lambda n: n.meta.get("val"))
-        with V.fake_mode:
-            return _SCATTER_OP_TO_VIEW[scatter.target](base.meta["val"], *arguments, **scatter.kwargs)  # type: ignore[index, misc]
+        return _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)  # type: ignore[index]
 
     def is_part(self, value: Node, base: Node, part: torch.Tensor) -> bool:
         """True if a value is that part of the memory that a base is a view of."""
@@ -479,14 +477,13 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
         scatter = views.pop()
         if scatter.target not in _SCATTER_OP_TO_VIEW or storage_node(base := scatter.args[0]) is not given:
             return part, value, steps
-        with V.fake_mode:
-            whole = base.meta["val"]
-            for view in reversed(views):
-                whole = _applied(view.target, whole, view, 1)
-            is_read = any(len(node.users) > 1 for node in (*views, scatter) if node is not new)
-            if is_read or geometry(whole) != geometry(part):
-                return part, value, steps
-            part = _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)
+        whole = base.meta["val"]
+        for view in reversed(views):
+            whole = _applied(view.target, whole, view, 1)
+        is_read = any(len(node.users) > 1 for node in (*views, scatter) if node is not new)
+        if is_read or geometry(whole) != geometry(part):
+            return part, value, steps
+        part = _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)
         steps += [*views, scatter, base]
         value = scatter.args[1]
 
@@ -494,7 +491,8 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
 def _applied(view: Any, base: torch.Tensor, node: Node, first: int) -> torch.Tensor:
     """Return a view of a fake tensor by a node's arguments from the index `first` on."""
     args, kwargs = torch.fx.map_arg((node.args[first:], node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
-    return view(base, *args, **kwargs)
+    with V.fake_mode:
+        return view(base, *args, **kwargs)
 
 
 def inputs_in_parts(graph: Graph) -> set[str]:

@@ -27,6 +27,7 @@ from typing import Any, Literal, TYPE_CHECKING
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
 
 from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
@@ -182,9 +183,8 @@ class BoundaryTokens:
 def _kept_outputs() -> set[str]:
     """Return the buffers that are still held when the graph's code has returned."""
     graph: Any = V.graph
-    (output,) = graph.module.graph.find_nodes(op="output")
-    nodes: Any = output.args[0]
-    nodes = list(nodes) if isinstance(nodes, (list, tuple)) else [nodes]
+    output = graph.module.graph.output_node()
+    nodes = pytree.tree_leaves(output.args[0])
     return {
         buffer.get_name()
         for node, buffer in zip(nodes, graph.graph_outputs)
