@@ -10,7 +10,6 @@ on. One pass is made to keep updates in place that several streams share (Note [
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
@@ -180,15 +179,10 @@ class PassLog:
         if step is None:
             return []
         operands = frozenset().union(*map(self._read, step.made))
-        others: Iterable[Iterable[Node]] = (step.replaced, step.erased)
-        return next(
-            (
-                gone
-                for nodes in others
-                if (gone := self._that_read([n for n in nodes if n not in left and n not in step.made], operands))
-            ),
-            [],
-        )
+        for nodes in (step.replaced, step.erased):
+            if gone := self._that_read([n for n in nodes if n not in left and n not in step.made], operands):
+                return gone
+        return []
 
     def _that_read(self, nodes: Iterable[Node], operands: frozenset[Node]) -> list[Node]:
         return [n for n in nodes if not operands.isdisjoint({*self._read(n), *self._heirs.get(n, ())})]
@@ -438,23 +432,6 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
 IN_PLACE = "stream_scatter_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
 
 
-@contextlib.contextmanager
-def mark_shared(graph: Graph) -> Iterator[None]:
-    """Mark scatters whose values several streams use, in a graph whose pass is logged, until upstream has decided."""
-    marked: list[Node] = []
-    if (log := PassLog.of(graph)) is not None:
-        _remove_writes_of_what_is_there(graph)
-        NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
-        marked = list(_shared(graph))
-    for node in marked:
-        node.meta[IN_PLACE] = True
-    try:
-        yield
-    finally:
-        for node in marked:
-            del node.meta[IN_PLACE]
-
-
 def _remove_writes_of_what_is_there(graph: Graph) -> None:
     """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
@@ -546,8 +523,19 @@ def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequen
 
 
 def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:
-    with mark_shared(graph):
+    """Mark scatters whose values several streams use, in a graph whose pass is logged, until upstream has decided."""
+    marked: list[Node] = []
+    if (log := PassLog.of(graph)) is not None:
+        _remove_writes_of_what_is_there(graph)
+        NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
+        marked = list(_shared(graph))
+    for node in marked:
+        node.meta[IN_PLACE] = True
+    try:
         original(graph)
+    finally:
+        for node in marked:
+            del node.meta[IN_PLACE]
 
 
 def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -> bool:

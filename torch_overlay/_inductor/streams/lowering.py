@@ -97,16 +97,7 @@ def realize_after(node: torch.fx.Node, result: object) -> None:
         fix_layout(node, result)
 
 
-def copied_by_device(graph: Any, node: torch.fx.Node) -> contextlib.AbstractContextManager[Any]:
-    """Have the device copy a constant to the host, too, where Inductor would make another one there, if others count on
-    the host waiting for the copy. Inductor has an option that says so of all constants.
-    """
-    if _downloads(graph, node):
-        return inductor_config.patch({"aot_inductor.use_runtime_constant_folding": True})
-    return contextlib.nullcontext()
-
-
-def _downloads(graph: Any, node: torch.fx.Node) -> bool:
+def copied_by_device(graph: Any, node: torch.fx.Node) -> bool:
     """True for a copy to the host that the device has to make. Instead of copying a constant, Inductor makes another
     one on the host, if it can: if nobody counts on the host waiting for the copy, and the constant isn't scanned or
     sorted, which upstream fails to make there.
@@ -149,7 +140,9 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
     if computed_in_place(graph, node):
         return graph.env[node.args[0]]
     realize_before(graph, node)
-    with copied_by_device(graph, node):
+    # Inductor has an option that says of all constants that the device copies them.
+    option = {"aot_inductor.use_runtime_constant_folding": True}
+    with inductor_config.patch(option) if copied_by_device(graph, node) else contextlib.nullcontext():
         result = original(graph, node)
     realize_after(node, result)
     return result

@@ -256,12 +256,6 @@ class RegionReader:
         """Return, per stream, the caller's states that it must be ordered after when the region is left."""
         return self.tokens.at_exit({token for op in self.ops if op.blocking for token in op.requires})
 
-    def touches_caller_memory(self, names: set[str]) -> bool:
-        """True if any of `names` is memory that the caller holds during the call or gets from it, or a view that a call
-        returns of such memory.
-        """
-        return not (self.caller_memory | self.output_memory).isdisjoint(names.union(map(owner_of, names)))
-
     # -- operations
 
     def note_outputs(self, node: BaseSchedulerNode, stream: int | None) -> None:
@@ -323,7 +317,9 @@ class RegionReader:
             after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
         # freed while another stream still read it; that read comes before the work that the user waited for.
-        if not self.enclosed and not self.touches_caller_memory(reads | writes):
+        # The caller holds memory during the call, or gets it, maybe by a view that a call returns of it.
+        touched = (reads | writes).union(map(owner_of, reads | writes))
+        if not self.enclosed and touched.isdisjoint(self.caller_memory | self.output_memory):
             # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
             self.inner.add(len(self.ops))
         if gpu:
