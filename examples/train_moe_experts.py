@@ -65,7 +65,7 @@ def measure(step: Step, loss: Callable[..., torch.Tensor]) -> tuple[list[torch.T
 
 def main() -> None:
     if not torch.cuda.is_available():
-        from torch_overlay._inductor.streams.memory_report import describe
+        from torch_overlay.analysis.memory_report import describe
         from torch_overlay.testing import compile_only, simulated_gpu
 
         with simulated_gpu():

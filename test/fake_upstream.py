@@ -68,7 +68,6 @@ class Thing:
 class Child(Thing):
     pass
 
-LIMIT = 8
 REGISTERED = []
 """
 
@@ -88,15 +87,6 @@ def times_ten(original, *args, **kwargs):
 def pass_on(original, *args, **kwargs):
     CALLS.append(original.__name__)
     return original(*args, **kwargs)
-
-def more(original):
-    return original + 1
-
-def replacement(original):
-    return lambda x: "replaced"
-
-def subclass(original):
-    return type(original.__name__, (original,), {"ours": True})
 
 def register(module):
     module.REGISTERED.append("ours")

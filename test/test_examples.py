@@ -14,8 +14,8 @@ import train_moe_experts
 import train_prefetch_loop
 import train_two_batches
 import transformer_side_branch
-from torch_overlay._inductor.streams.memory_report import account
 from torch_overlay._inductor.streams.plan import Plan
+from torch_overlay.analysis.memory_report import account
 from torch_overlay.testing import compile_only, Compiled, simulated_gpu
 
 

@@ -23,7 +23,7 @@ LAYERS = (
     # of a frame down as `FrameFacts`.
     ("_dynamo.objects", "_dynamo.ops", "_dynamo.range_ops"),
     ("_functorch.device_peaks", "_functorch.offload"),
-    ("_functorch.streams",),
+    ("_functorch.streams", "upstream_fixes.recorded_views"),
     ("_dynamo",),
     ("upstream_fixes",),
     (

@@ -8,7 +8,7 @@
 The series is generated and never edited. A patch of seam_table.PATCHES has what its seams change in upstream's files:
 
     seam "wrap", "module"    one decorator line above each upstream definition
-    seam "replace", "register"    one line at the end of the upstream module
+    seam "register"          one line at the end of the upstream module
     imports        one line per upstream file and hook function
 
 tools/apply_patches.py copies the modules. Upstream text comes from the installed torch (or --torch ROOT), whose files
@@ -97,16 +97,11 @@ class UpstreamFile:
             line = hook_line(node) - 1
             self.inserted[line].append((patch, f'{" " * node.col_offset}@wrapped_by("{impl}")'))
             return
-        function = "replaced_by" if seam.kind == "replace" else "registered_by"
-        self.add_import(function, patch)
+        self.add_import("registered_by", patch)
         if not self.has_tail:
             self.inserted[self.end] += [(patch, ""), (patch, "")]
             self.has_tail = True
-        if seam.kind == "replace":
-            line = f'{seam.qualname} = replaced_by("{impl}")({seam.qualname})'
-        else:
-            line = f'registered_by("{impl}", __name__)'
-        self.inserted[self.end].append((patch, line))
+        self.inserted[self.end].append((patch, f'registered_by("{impl}", __name__)'))
 
     def add_import(self, function: str, patch: int) -> None:
         if function not in self.imported:

@@ -11,10 +11,9 @@ Both use the decorators below, so both behave alike. This module imports nothing
 imports its implementation at its first call: upstream files can therefore import this module at their top without
 making a cycle, and a program that never reaches a hook never loads the hook's implementation.
 
-An implementation of `wrapped_by` is called as `implementation(original, *args, **kwargs)`. `replaced_by` passes the
-upstream object to the implementation and puts the result in its place. `registered_by` calls the implementation with
-the upstream module, once, when that module is loaded; the implementation returns a callable that undoes the
-registration.
+An implementation of `wrapped_by` is called as `implementation(original, *args, **kwargs)`. `registered_by`
+calls the implementation with the upstream module, once, when that module is loaded; the implementation returns a
+callable that undoes the registration.
 
 Note [Subclasses of upstream's objects]
 Where several methods of a class are ours, one hook is around its constructor, and makes the object one of a subclass
@@ -58,15 +57,6 @@ def wrapped_by(reference: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
         hook.__overlay__ = reference  # type: ignore[attr-defined]
         return hook
-
-    return decorate
-
-
-def replaced_by(reference: str) -> Callable[[Any], Any]:
-    """Rebind a name to `make(name)`, by `name = replaced_by("module:make")(name)` at the end of a module."""
-
-    def decorate(original: Any) -> Any:
-        return resolve(reference)(original)
 
     return decorate
 

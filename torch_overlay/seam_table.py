@@ -47,12 +47,6 @@ PATCHES: tuple[Patch, ...] = (
         "after it, and read the new value. No program that was right compiles to other code.",
     ),
     Patch(
-        slug="inductor-partition-concat",
-        subject="A concatenation whose parts are computed in several graph partitions has one memory",
-        description="Each partition that computed a part allocated a result of its own, so that what an earlier "
-        "partition had computed was missing, silently. The first one now hands the result on.",
-    ),
-    Patch(
         slug="inductor-partition-device",
         subject="Graph partitions that are compiled on one rank know their device",
         description="A partition looked its stream up on a device whose index was a variable of the function that "
@@ -75,13 +69,6 @@ PATCHES: tuple[Patch, ...] = (
         subject="A constant that is returned on the host is not made on the GPU",
         description="With CUDA graphs, constants of the host that a graph returns, or saves for its backward, came on "
         "the GPU. They stay where the program makes them.",
-    ),
-    Patch(
-        slug="inductor-no-op-results",
-        subject="A result that takes no computing is memory of its own",
-        description="Additions of zero, products with one and copies are removed, and their results were the input, "
-        "its new value, or another result, itself: who wrote to one in place changed the other, and so did the graph. "
-        "They are copies now, as is what is returned or saved and put into an input.",
     ),
     Patch(
         slug="compile-garbage",
@@ -118,7 +105,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._guards:CompileContext.__init__",
         impl="torch_overlay:_context_init",
-        kind="wrap",
         patch=None,
         fingerprint="f8c6f8a16c6af826",
         why="All other seams are installed when the first compilation begins.",
@@ -128,7 +114,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._guards:TracingContext.__init__",
         impl="torch_overlay:_context_init",
-        kind="wrap",
         patch=None,
         fingerprint="145b1342375ccd1d",
         why="Graphs that are given to compile_fx, and saved code that is loaded, have no CompileContext.",
@@ -141,7 +126,6 @@ SEAMS: tuple[Seam, ...] = (
         impl="torch_overlay._skip_files:register",
         kind="register",
         patch="overlay-core",
-        fingerprint="",
         why="Dynamo must not trace the frames of hooks and of what they call.",
         ends="upstream takes the code into modules that it skips already",
     ),
@@ -150,7 +134,6 @@ SEAMS: tuple[Seam, ...] = (
         impl="torch_overlay._logging:register",
         kind="register",
         patch="overlay-core",
-        fingerprint="",
         why='TORCH_LOGS="torch_overlay" and torch._logging.set_logs know the log name.',
         ends="the code's modules log under names that upstream already registers",
         early=True,
@@ -159,7 +142,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.codecache:FxGraphHashDetails.__init__",
         impl="torch_overlay._inductor.cache_key:hash_details_init",
-        kind="wrap",
         patch="inductor-cache-key",
         fingerprint="97568663a99c86d1",
         why="Compile cache keys must contain the overlay's version and configuration, and the stream of each node.",
@@ -168,7 +150,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._functorch._aot_autograd.autograd_cache:check_node_safe",
         impl="torch_overlay._inductor.cache_key:check_node_safe",
-        kind="wrap",
         patch="inductor-cache-key",
         fingerprint="2f5d0a7421845806",
         why="Graphs with streams may be cached: the key has what Dynamo knows of the objects behind their numbers.",
@@ -178,7 +159,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.ir:MutationOutput.__init__",
         impl="torch_overlay.upstream_fixes.mutation_order:mutation_output_init",
-        kind="wrap",
         patch="inductor-mutation-order",
         fingerprint="1b88419da25df2c3",
         why="FallbackKernel, TemplateBuffer, Switch and WhileLoop become operations before the readers of what they "
@@ -188,7 +168,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.graph:GraphLowering.mark_buffer_mutated",
         impl="torch_overlay.upstream_fixes.mutation_order:mark_buffer_mutated",
-        kind="wrap",
         patch="inductor-mutation-order",
         fingerprint="9f72827f51a72236",
         why="Before a buffer is written, only readers of its own name are realized, not those of a view that a call "
@@ -196,32 +175,10 @@ SEAMS: tuple[Seam, ...] = (
         upstream="pytorch#198104",
         ends="upstream realizes the readers of all names of the memory",
     ),
-    Seam(
-        target="torch._inductor.scheduler:Scheduler.dead_node_elimination",
-        impl="torch_overlay.upstream_fixes.mutation_order:dead_node_elimination",
-        kind="wrap",
-        patch="inductor-mutation-order",
-        fingerprint="64034b30b7b37f53",
-        why="A write comes after the readers of the old value by waiting for the latest version of what they compute, "
-        "and the wait goes when the writer of that version is dropped.",
-        ends="upstream waits for the version before a dropped one",
-    ),
-    # ---- inductor-partition-concat
-    Seam(
-        target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",
-        impl="torch_overlay.upstream_fixes.partition_concat:get_graph_partition_signature",
-        kind="wrap",
-        patch="inductor-partition-concat",
-        fingerprint="fa352ca23af9e8e8",
-        why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
-        "in the first.",
-        ends="upstream hands the result on from partition to partition",
-    ),
     # ---- inductor-partition-device
     Seam(
         target="torch._inductor.codegen.wrapper:_coor_device_idx_ref",
         impl="torch_overlay.upstream_fixes.partition_device:device_index",
-        kind="wrap",
         patch="inductor-partition-device",
         fingerprint="2cc172e7951e438e",
         why="The variable with the device's index is its function's; a partition is another function.",
@@ -231,7 +188,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._functorch.partitioners:choose_saved_values_set",
         impl="torch_overlay.upstream_fixes.recomputed_random:choose_saved_values_set",
-        kind="wrap",
         patch="aot-recomputed-random",
         fingerprint="8c2bb81101b21345",
         why="The partitioner saves no state of a generator for what a budget of memory has it compute again.",
@@ -241,7 +197,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.ir:ConcatKernel.create",
         impl="torch_overlay.upstream_fixes.aliases:concatenate",
-        kind="wrap",
         patch="inductor-concat-results",
         fingerprint="b391e68816c3f097",
         why="An input of a concatenation that is returned through a view is computed in the concatenation's memory.",
@@ -251,7 +206,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.fx_passes.post_grad:ConstructorMoverPass.__init__",
         impl="torch_overlay.upstream_fixes.host_constants:mover_init",
-        kind="wrap",
         patch="inductor-host-constants",
         fingerprint="9a1cd8f540698769",
         why="With CUDA graphs, a constant that is returned on the host is made on the GPU, and so would be a pinned "
@@ -262,39 +216,10 @@ SEAMS: tuple[Seam, ...] = (
             "__call__",
         ),
     ),
-    # ---- inductor-no-op-results
-    Seam(
-        target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay.upstream_fixes.aliases:remove_operations",
-        kind="wrap",
-        patch="inductor-no-op-results",
-        fingerprint="59916cf93109b19b",
-        why="A result of the graph becomes an input, or another result, where the operation that made it is removed.",
-        ends="upstream keeps what makes a result, as its pass after the partitioner does",
-    ),
-    Seam(
-        target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay.upstream_fixes.aliases:remove_operations",
-        kind="wrap",
-        patch="inductor-no-op-results",
-        fingerprint="4015e0b85a9bc1a0",
-        why="A copy of an input that is updated in place becomes that input.",
-        ends="upstream's pass sees that the value is written back into an input",
-    ),
-    Seam(
-        target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops",
-        impl="torch_overlay.upstream_fixes.aliases:reinplace_inplaceable_ops",
-        kind="wrap",
-        patch="inductor-no-op-results",
-        fingerprint="0fd70a6a266bd8c6",
-        why="What is returned, or saved, and put into an input as well is computed there, and so is the input itself.",
-        ends="upstream's pass counts what the graph returns as a reader",
-    ),
     # ---- compile-garbage
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.cleanup",
         impl="torch_overlay.upstream_fixes.dynamo_cleanup:cleanup",
-        kind="wrap",
         patch="compile-garbage",
         fingerprint="cbac163e81db83b8",
         why="A traced object and the variable of its __dict__ keep one another, and the program's object, alive.",
@@ -338,7 +263,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper",
         impl="torch_overlay.doors.stream_policy:create_runtime_wrapper",
-        kind="wrap",
         patch="aot-stream-placement",
         fingerprint="9b68da67b495ecf6",
         why="The stream policy orders what comes after the copy that writes an update back, and says where a returned "
@@ -349,7 +273,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._functorch._aot_autograd.functional_utils:gen_alias_from_base",
         impl="torch_overlay.doors.stream_policy:gen_alias_from_base",
-        kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e632759a3727c487",
         why="The stream on which a view was made is the one on which autograd's engine runs its backward: the stream "
@@ -357,18 +280,22 @@ SEAMS: tuple[Seam, ...] = (
         ends="upstream has a stream policy (upstream/stream-policy.patch)",
     ),
     Seam(
-        target="torch._functorch._aot_autograd.graph_compile:_partition_joint_graph_into_fw_bw",
-        impl="torch_overlay._functorch.streams.hooks:partition",
-        kind="wrap",
+        target="torch._functorch._aot_autograd.graph_compile:",
+        impl="torch_overlay._functorch.streams.hooks",
+        kind="module",
         patch="aot-stream-placement",
-        fingerprint="00558b6463098185",
-        why="What a backward computes again runs with its consumer, and the forward's waits don't concern it.",
-        ends="the patch is merged",
+        fingerprint="f884b60c5b6667a2",
+        why="What a backward computes again runs with its consumer, and the forward's waits don't concern it; a saved "
+        "tensor that shares memory with another one, or that a side stream's memory holds, is not donated.",
+        ends="upstream compares saved tensors with each other, and takes the patch",
+        methods=(
+            "_partition_joint_graph_into_fw_bw",
+            "collect_bw_donated_buffer_idxs",
+        ),
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build",
         impl="torch_overlay._inductor.double_backward:build",
-        kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3cb27618283817bd",
         why="The error of a gradient of a gradient doesn't say that torch.func.grad works.",
@@ -377,47 +304,37 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._functorch._activation_offloading.activation_offloading:enable_activation_offloading",
         impl="torch_overlay._functorch.offload.hooks:enable_activation_offloading",
-        kind="wrap",
         patch="aot-stream-placement",
         fingerprint="45016e983d303648",
         why="Copies to the host on a stream of their own free the original's storage before its last reader.",
         ends="upstream's wait frees by dropping references, and the patch is merged",
     ),
     Seam(
-        target="torch._functorch._aot_autograd.graph_compile:collect_bw_donated_buffer_idxs",
-        impl="torch_overlay._functorch.streams.hooks:donated_buffers",
-        kind="wrap",
-        patch="aot-stream-placement",
-        fingerprint="e2b478aa8a43ed48",
-        why="A saved tensor that shares memory with another one, or that a side stream's memory holds, is not donated.",
-        ends="upstream compares saved tensors with each other, and the patch is merged",
-    ),
-    Seam(
         target="torch._functorch.compile_utils:fx_graph_cse",
         impl="torch_overlay._functorch.streams.hooks:common_subexpressions",
-        kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3eefabf196b0dd91",
         why="Equal operations on two streams are one where it is decided what is saved, and two where they run.",
-        ends="the patch is merged",
     ),
     # ---- inductor-stream-planner
     Seam(
         target="torch._inductor.scheduler:Scheduler.__init__",
         impl="torch_overlay._inductor.overrides:scheduler_init",
-        kind="wrap",
         patch="inductor-stream-planner",
-        fingerprint="53a90a29511c920c",
+        fingerprint="73fb5cf350787d23",
         why="Plans the final schedule of a region and emits the plan; places copies of saved activations in it; keeps "
-        "visible stream operations in order and out of captured graphs; notes what is split off, and why.",
+        "visible stream operations in order and out of captured graphs; notes what is split off, and why. A write "
+        "comes after the readers of the old value, also if the writer of a version between is dropped, and partitions "
+        "that compute parts of a concatenation hand one result on.",
         upstream="pytorch#178549, #194234",
-        ends="the patch is merged",
         methods=(
             "compute_dependencies",
+            "dead_node_elimination",
             "_populate_stream_assignments",
             "compute_last_usage",
             "should_partition",
             "_log_graph_partitions",
+            "get_graph_partition_signature",
             "_codegen",
             "_codegen_partitions",
             "enter_context",
@@ -429,7 +346,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.__init__",
         impl="torch_overlay._inductor.overrides:wrapper_init",
-        kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="14701c01f0235e61",
         why="A planned region looks its streams up once, frees a buffer when its stream is ordered after its last "
@@ -437,7 +353,6 @@ SEAMS: tuple[Seam, ...] = (
         "kernel's waits; switches of the current stream are placed when memory is planned; kernels side by side "
         "share no memory.",
         upstream="pytorch#178549, #186023, #187224",
-        ends="the patch is merged",
         methods=(
             "codegen_device_guard_enter",
             "codegen_free",
@@ -451,23 +366,20 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.write_get_raw_stream",
         impl="torch_overlay._inductor.streams.codegen:write_get_raw_stream",
-        kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="1962d0e17d3c94c4",
         why="A launch takes the raw handle of its own stream.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch.fx.passes.graph_transform_observer:GraphTransformObserver.__init__",
         impl="torch_overlay._inductor.streams.fx_passes:observer_init",
-        kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="c02a0cfca490771d",
         why="A pass must not move a surviving node to another stream, and a node that it makes runs where the one "
         "that it replaces did; reorder_for_locality delays side branches until what they were to run beside is "
-        "launched.",
+        "launched. A result of the graph must not become an input, or another result, where a pass removes the "
+        "operation that made it.",
         upstream="pytorch#189095",
-        ends="the patch is merged",
         methods=(
             "__enter__",
             "__exit__",
@@ -477,43 +389,33 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.pattern_matcher:_common_custom_context",
         impl="torch_overlay._inductor.streams.fx_passes:common_custom_context",
-        kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f4fb7e2be4df2ae7",
         why="A pattern's replacement carries the boundary tokens of what it replaces.",
         upstream="pytorch#189095",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch._inductor.graph:GraphLowering.__init__",
         impl="torch_overlay._inductor.streams.lowering:graph_lowering_init",
-        kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="eb4035d01b2f48ec",
         why="Puts visible stream operations of the final FX graph in order, folds branches that can't pay, and makes "
         "values that are promised to such an operation buffers before it.",
-        ends="the patch is merged",
         methods=("run_node",),
-    ),
-    Seam(
-        target="torch._inductor.codegen.wrapper:",
-        impl="torch_overlay.upstream_fixes.recorded_views:register",
-        kind="register",
-        patch="inductor-stream-planner",
-        fingerprint="",
-        why="record_stream of a lazily conjugated tensor raises, and records the stream for a copy.",
-        ends="upstream passes record_stream through the fallbacks of lazy views",
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:",
         impl="torch_overlay._inductor.streams.fx_passes",
         kind="module",
         patch="inductor-stream-planner",
-        fingerprint="e419af21ee95961c",
+        fingerprint="5b853d6537d1dbb0",
         why="Each update of a part of a tensor copies the whole tensor where the parts are written on several streams: "
-        "the hooks choose the scatters that become updates in place.",
-        ends="upstream reinplaces scatters whose neighbours run on another stream",
+        "the hooks choose the scatters that become updates in place. What is returned, or saved, and put into an input "
+        "as well is computed there, and so is the input itself.",
+        ends="upstream reinplaces scatters whose neighbours run on another stream, and counts what the graph returns "
+        "as a reader",
         methods=(
+            "reinplace_inplaceable_ops",
             "reinplace_inplaceable_ops_core",
             "scatter_always_uses_mutation",
         ),
@@ -543,7 +445,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.codegen:PyCodegen.make_call_generated_code",
         impl="torch_overlay._dynamo.external_objects:make_call_generated_code",
-        kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8d5cbea3f7fb5514",
         why="One call hands a graph its stream objects, one puts the table of the outer graph back.",
@@ -553,7 +454,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.convert_frame:_compile",
         impl="torch_overlay._dynamo.hooks:compile_frame",
-        kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8041208bb845db0c",
         why="A compilation inside a running compiled function must not lose that function's objects.",
@@ -577,7 +477,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch.autograd.function:BackwardCFunction._compiled_autograd_key",
         impl="torch_overlay._dynamo.compiled_backward:autograd_key",
-        kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8a2fab0847241879",
         why="The only moment at which compiled autograd asks each node of a backward: its streams are known there.",
@@ -586,7 +485,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.compiled_autograd:AutogradCompilerInstance.__init__",
         impl="torch_overlay._dynamo.compiled_backward:compiler_init",
-        kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8c39f0cc67f4c887",
         why="Operations copied from a backward graph keep their streams; the graph says which stream each runs on, "
@@ -600,7 +498,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_AnalyzeCustomOpInputOutputMode.__torch_dispatch__",
         impl="torch_overlay.upstream_fixes.wrapped_numbers:look_at_operator",
-        kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="3819d257ae3fd568",
         why="Under compiled autograd, code for a GPU that reads a number which autograd saved fails in its first call.",
@@ -609,7 +506,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.utils:GmWrapper.forward",
         impl="torch_overlay._dynamo.compiled_backward:run_wrapped_graph",
-        kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="fcdc1eab30693cec",
         why="Streams of a graph's nodes get lost where the graph is wrapped because an input is a list.",
@@ -621,76 +517,45 @@ SEAMS: tuple[Seam, ...] = (
         impl="torch_overlay._dynamo.registration:register_variables",
         kind="register",
         patch="dynamo-streams",
-        fingerprint="",
-        why="Methods, attributes and hash of streams and events: no call while tracing, run-time values from the run.",
-        upstream="pytorch#173172, pytorch#180179",
-        ends="upstream traces these methods without touching the object",
-    ),
-    Seam(
-        target="torch._dynamo.variables.streams:StreamContextVariable.create",
-        impl="torch_overlay._dynamo.contexts:create",
-        kind="wrap",
-        patch="dynamo-streams",
-        fingerprint="0ca14d345eba0cab",
-        why="torch.cuda.stream(None) does nothing.",
-        upstream="pytorch#196193",
-        ends="pytorch#196193 is fixed",
+        why="Methods, attributes and hash of streams and events: no call while tracing, run-time values from the run. "
+        "A graph break inside a stream context resumes on the stream instead of running the whole frame eagerly. "
+        "record_stream of a lazily conjugated tensor raises, and records the stream for a copy.",
+        upstream="pytorch#173172, pytorch#180179, pytorch#92804",
+        ends="upstream traces these methods without touching the object, StreamContextVariable has a reconstruct_type, "
+        "and record_stream passes through the fallbacks of lazy views",
     ),
     Seam(
         target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.setup_or_before_with",
         impl="torch_overlay._dynamo.contexts:setup_or_before_with",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="00a6e751ec2b306d",
         why="A stream may be entered again inside its own block, so each block gets a context of its own.",
         ends="a with block of a stream has its own variable",
     ),
     Seam(
-        target="torch._dynamo.variables.streams:StreamContextVariable.__init__",
-        impl="torch_overlay._dynamo.contexts:context_init",
-        kind="wrap",
+        target="torch._dynamo.variables.streams:",
+        impl="torch_overlay._dynamo.contexts",
+        kind="module",
         patch="dynamo-streams",
-        fingerprint="3253055b586fb147",
-        why="Entering a stream of another device makes that device current, and leaving it leaves the device.",
-        ends="upstream enters the device of a stream together with the stream",
-        methods=("enter", "exit"),
-    ),
-    Seam(
-        target="torch._dynamo.variables.streams:StreamVariable.__init__",
-        impl="torch_overlay._dynamo.hooks:stream_init",
-        kind="wrap",
-        patch="dynamo-streams",
-        fingerprint="040ee13983c32877",
-        why="Comparison with the current stream is guarded as a relation, for streams of the frame the run compares; "
-        "a stream that the frame made and returns is the one that the graph used.",
-        upstream="pytorch#185594",
-        ends="upstream guards these comparisons so, and keeps the objects of a frame in its own locals",
-        methods=("tp_richcompare_impl", "reconstruct"),
-    ),
-    Seam(
-        target="torch._dynamo.variables.streams:EventVariable.reconstruct",
-        impl="torch_overlay._dynamo.hooks:reconstruct",
-        kind="wrap",
-        patch="dynamo-streams",
-        fingerprint="a0e530b7295be3b3",
-        why="An event that the frame made and returns is the one that the graph recorded.",
-        upstream="pytorch#185594",
-        ends="upstream keeps the objects of a frame in its own locals",
-    ),
-    Seam(
-        target="torch._dynamo.variables.ctx_manager:FxTracebackAnnotateVariable.reconstruct_type",
-        impl="torch_overlay._dynamo.graph_breaks:reconstruct_type",
-        kind="wrap",
-        patch="dynamo-streams",
-        fingerprint="95a447579319651f",
-        why="A graph break inside a stream context resumes on the stream instead of running the whole frame eagerly.",
-        upstream="pytorch#92804",
-        ends="StreamContextVariable has a reconstruct_type",
+        fingerprint="cfcd5d613ba79406",
+        why="torch.cuda.stream(None) does nothing; entering a stream of another device makes that device current, and "
+        "leaving it leaves the device; comparison with the current stream is guarded as a relation, for streams of "
+        "the frame the run compares; a stream or event that the frame made and returns is the one of the graph.",
+        upstream="pytorch#196193, #185594",
+        ends="pytorch#196193 is fixed; upstream enters the device of a stream together with the stream, guards these "
+        "comparisons so, and keeps the objects of a frame in its own locals",
+        methods=(
+            "StreamContextVariable.create",
+            "StreamContextVariable.enter",
+            "StreamContextVariable.exit",
+            "StreamVariable.tp_richcompare_impl",
+            "StreamVariable.reconstruct",
+            "EventVariable.reconstruct",
+        ),
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.__init__",
         impl="torch_overlay._dynamo.hooks:output_graph_init",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="5491e42845d0ea63",
         why="A stream in a local variable crosses a graph break as a value; a branch in a stream context reads its "
@@ -709,7 +574,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers",
         impl="torch_overlay._dynamo.hooks:get_handlers",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="eb40a01300b912a1",
         why="default_stream, set_stream and current_stream of other devices; nothing is executed while tracing.",
@@ -718,25 +582,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.variables.functions:UserFunctionVariable.bind_args",
         impl="torch_overlay._dynamo.hooks:bind_args",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="f75e14ba7e6bd01b",
         why="Methods of an object that the frame makes find the streams and events of their closure cells.",
         ends="methods of objects that the frame makes have a source",
     ),
     Seam(
-        target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.resolve_cls_descriptor",
-        impl="torch_overlay._dynamo.hooks:resolve_cls_descriptor",
-        kind="wrap",
-        patch="dynamo-streams",
-        fingerprint="314ff0994c3ff9a4",
-        why="contextlib.ExitStack calls the methods of the class of a stream context.",
-        ends="StreamContextVariable has __enter__ and __exit__ as methods, bound and unbound",
-    ),
-    Seam(
         target="torch._dynamo.variables.functions:SkipFunctionVariable.call_function",
         impl="torch_overlay._dynamo.lookups:call_skipped",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="1094df77cbfd632f",
         why="A dictionary of streams may have an entry for each thread: the thread's number is a guarded constant.",
@@ -745,7 +598,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedObjectVariable.invoke_descriptor_get",
         impl="torch_overlay._dynamo.lookups:invoke_descriptor_get",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="febf070d2d16fa4f",
         why="A stream may be made by a cached property, whose lock Dynamo can't trace.",
@@ -754,7 +606,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
         impl="torch_overlay._dynamo.hooks:evaluate_expr",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="9968bab4758c545c",
         why="A branch on a query under fullgraph=True is an error that says what a query is, and what to do.",
@@ -763,7 +614,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.create",
         impl="torch_overlay._dynamo.ranges:create_range",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="9334946b703e666a",
         why="A range of record_function begins and ends at its place in a program with streams, and its name is "
@@ -775,27 +625,31 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
-        target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
-        impl="torch_overlay._dynamo.hooks:call_class",
-        kind="wrap",
+        target="torch._dynamo.variables.user_defined:",
+        impl="torch_overlay._dynamo.hooks",
+        kind="module",
         patch="dynamo-streams",
-        fingerprint="27889f42dbd488f8",
-        why="The frame makes streams, events and stream contexts at run time, with all their arguments.",
-        ends="upstream makes the objects at run time only",
+        fingerprint="82f1c139c31e3bdc",
+        why="The classes of streams, events and stream contexts: the frame makes them at run time, with all their "
+        "arguments, and contextlib.ExitStack calls the methods of the class of a context.",
+        ends="upstream makes the objects at run time only, and StreamContextVariable has __enter__ and __exit__ as "
+        "methods, bound and unbound",
+        methods=(
+            "UserDefinedClassVariable.call_function",
+            "UserDefinedClassVariable.resolve_cls_descriptor",
+        ),
     ),
     Seam(
-        target="torch._dynamo.symbolic_convert:SymbolicStreamState",
-        impl="torch_overlay._dynamo.registration:make_state",
-        kind="replace",
+        target="torch._dynamo.variables.streams:SymbolicStreamState.__init__",
+        impl="torch_overlay._dynamo.registration:state_init",
         patch="dynamo-streams",
-        fingerprint="5ebf2f839247ce25",
+        fingerprint="690aaa70db9fa485",
         why="Which stream is current is known for each device.",
         ends="upstream's state knows the current stream of each device",
     ),
     Seam(
         target="torch._dynamo.symbolic_convert:InstructionTranslatorBase._maybe_emit_sync_dealloc",
         impl="torch_overlay._dynamo.hooks:maybe_emit_sync_dealloc",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="5ec7077bdee6794b",
         why="The planner orders frees across streams; an event and a wait at `del x` would only be in its way.",
@@ -805,16 +659,13 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch.fx.passes.canonicalize:_is_safe_to_reorder",
         impl="torch_overlay._dynamo.canonical_order:is_safe_to_reorder",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="04466f38a1426d5b",
         why="Random functions have an effect, and in a program with streams a copy that blocks the host has one, too.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch._dynamo.source:CurrentStreamSource.reconstruct",
         impl="torch_overlay._dynamo.hooks:reconstruct_current_stream",
-        kind="wrap",
         patch="dynamo-streams",
         fingerprint="c8c0d7e3c55472b4",
         why="Index 0 is a torch.cuda.Stream on CUDA, which both kinds of events accept.",
@@ -825,53 +676,42 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.compile_fx:_compile_fx_inner",
         impl="torch_overlay._inductor.relaunch.hooks:compile_fx_inner",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="f6d13ac945dfa14c",
         why="Small tensors in host memory that a graph only reads on the device are kept there.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch._inductor.compile_fx:_recursive_joint_graph_passes",
         impl="torch_overlay._inductor.relaunch.hooks:joint_graph_passes",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="c3396b4b184cd743",
         why="What the device alone reads of a number in host memory is computed there, also what a backward reads.",
         ends="upstream moves such numbers to the device before it partitions",
     ),
     Seam(
-        target="torch._inductor.output_code:CompiledFxGraph.post_compile",
-        impl="torch_overlay._inductor.relaunch.hooks:post_compile",
-        kind="wrap",
+        target="torch._inductor.output_code:",
+        impl="torch_overlay._inductor.relaunch.hooks",
+        kind="module",
         patch="inductor-relaunch",
-        fingerprint="e31dd5d4cd60119a",
-        why="Users who set no policy get ours; only here is the switch that Inductor turns off for all of a frame.",
-        ends="the patch is merged",
-    ),
-    Seam(
-        target="torch._inductor.output_code:maybe_handle_backward_generation",
-        impl="torch_overlay._inductor.relaunch.hooks:maybe_handle_backward_generation",
-        kind="wrap",
-        patch="inductor-relaunch",
-        fingerprint="31fddb0bf7c588e2",
-        why="It asserts a manager of cudagraph trees; without trees there is none.",
-        ends="the patch is merged",
+        fingerprint="cc87a504426addc7",
+        why="Users who set no policy get ours; only here is the switch that Inductor turns off for all of a frame. A "
+        "manager of cudagraph trees is asserted; without trees there is none.",
+        methods=(
+            "CompiledFxGraph.post_compile",
+            "maybe_handle_backward_generation",
+        ),
     ),
     Seam(
         target="torch._inductor.output_code:CompiledFxGraph.__init__",
         impl="torch_overlay._inductor.relaunch.hooks:note_outputs",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="535767a1f4ea1ff1",
         why="Which outputs are saved for the backward alone, and what was split off, is known while there is a graph, "
         "not when its code is loaded.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch.cuda.memory:memory_stats_as_nested_dict",
         impl="torch_overlay._inductor.relaunch.hooks:memory_stats",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="22faec6b2d444326",
         why="The statistics of the allocator list each pool that captures ever used, and take longer with each.",
@@ -880,36 +720,29 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="torch._inductor.async_compile:AsyncCompile.wait",
         impl="torch_overlay._inductor.relaunch.hooks:wait_for_kernels",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="6c00a87786a87412",
         why="While its workers compile kernels this process only waits; what the first capture needs is loaded then.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch._inductor.utils:is_cudagraph_unsafe_fx_node",
         impl="torch_overlay._inductor.relaunch.hooks:is_cudagraph_unsafe_fx_node",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="951a2782005bf3db",
         why="Collectives, control flow, and operators in which a capture failed are split off.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch._inductor.compile_fx:get_cpp_wrapper_config",
         impl="torch_overlay._inductor.relaunch.hooks:get_cpp_wrapper_config",
-        kind="wrap",
         patch="inductor-relaunch",
         fingerprint="fc27aadbd78bf7b3",
         why="C++ wrappers turn CUDA graphs off before any code asks for one; that is told like all other refusals.",
-        ends="the patch is merged",
     ),
     Seam(
         target="torch._inductor.lowering:",
         impl="torch_overlay._inductor.relaunch.lowerings:register",
         kind="register",
         patch="inductor-relaunch",
-        fingerprint="",
         why="The backward of memory-efficient attention reads its seeds on the host unless it is captured, but a graph "
         "of its forward leaves them on the device. torch.cond takes the CUDA graph from the whole function. An "
         "operator that writes to a view in a different type gets a copy, whose numbers are written back for its bits.",

@@ -7,7 +7,6 @@ and nothing else, which keeps the two forms of the change equal.
 
 Kinds:
     wrap      a function or method; a hook goes around it (hooks.wrapped_by)
-    replace   a module-level name; it is rebound to implementation(original) (hooks.replaced_by)
     register  a module, written "torch.module:" with nothing after the colon; the implementation gets the module and
               returns a callable that undoes the registration (hooks.registered_by)
     module    functions of a module that are one thing, as a table or a policy is; the module is written as above,
@@ -33,7 +32,7 @@ from typing import Literal, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Kind = Literal["wrap", "replace", "register", "module"]
+Kind = Literal["wrap", "register", "module"]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.ImportFrom
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
 _parse_lock = threading.Lock()
@@ -48,12 +47,12 @@ class Seam:
 
     target: str
     impl: str
-    kind: Kind
+    kind: Kind = "wrap"
     # Slug of the patch that carries the seam; None for a seam that only the overlay form needs.
-    patch: str | None
+    patch: str | None = ""
     # First 16 hex digits of the SHA-256 of the upstream definition, and of those of `methods`; empty for "register".
-    fingerprint: str
-    why: str
+    fingerprint: str = ""
+    why: str = ""
     upstream: str = ""
     ends: str = "upstream takes the patch"
     # Other methods of the target's class that the implementation overrides in the object (hooks.override); of a

@@ -220,9 +220,8 @@ class TestAfter(Moment):
                 installer.before_compilation()
                 self.assertEqual((module.plain(1), self.states(installer)), (21, {"installed"}))
 
-    def test_what_a_seam_left_as_it_is_or_somebody_took_away_is_not_taken_out(self) -> None:
-        self.write("torchfake_ours.py", OURS + "\ndef unchanged(original):\n    return original\n")
-        installer = self.enabled(self.seam("plain", "unchanged", "replace"), "Thing.method")
+    def test_what_somebody_took_away_is_not_taken_out(self) -> None:
+        installer = self.enabled("Thing.method")
         with mock.patch.object(self.load(), "Thing", None):
             installer.before_compilation()
         with mock.patch.dict(sys.modules):

@@ -297,9 +297,9 @@ class TestBoundary(TestCase):
         note_fact(nodes["c"], memory=1)
         graph.output((nodes["x"],))
         backward = torch.fx.GraphModule({}, graph)
-        from torch_overlay._functorch.streams.hooks import donated_buffers
+        from torch_overlay._functorch.streams.hooks import collect_bw_donated_buffer_idxs
 
-        donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
+        donated = collect_bw_donated_buffer_idxs(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])
 
     def test_value_that_a_checkpoint_computes_from_an_input_that_it_writes_to(self) -> None:

@@ -22,7 +22,7 @@ import form  # noqa: F401
 from stand_ins.relaunch_case import region, RelaunchTestCase
 from stand_ins.relaunch_device import Launcher
 from torch_overlay import config
-from torch_overlay._functorch.streams.hooks import donated_buffers
+from torch_overlay._functorch.streams.hooks import collect_bw_donated_buffer_idxs
 from torch_overlay._inductor.relaunch import causes, policy, runner
 from torch_overlay._inductor.relaunch.capture import address_space, device
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
@@ -906,7 +906,7 @@ class TestDonation(unittest.TestCase):
     def donated(self, mode, graphs, saved, returned, dynamic=False):
         module = self.backward(saved, returned, dynamic)
         with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": graphs}):
-            return donated_buffers(lambda *args: list(range(len(saved))), module, module, None)
+            return collect_bw_donated_buffer_idxs(lambda *args: list(range(len(saved))), module, module, None)
 
     SAVED = ((4, 6), torch.float32), ((8, 3), torch.float32), ((4, 6), torch.float16), ((), torch.float32, "cpu")
 

@@ -8,9 +8,9 @@ from torch._inductor.test_case import TestCase
 import form
 from token_text import tokens
 from torch_overlay import config
-from torch_overlay._inductor.streams.memory_report import account, amount, describe
 from torch_overlay._inductor.streams.plan import Buffer, Op, Plan
 from torch_overlay._inductor.streams.planner import plan_streams
+from torch_overlay.analysis.memory_report import account, amount, describe
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

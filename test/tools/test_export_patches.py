@@ -84,14 +84,10 @@ class TestExport(unittest.TestCase):
                 tree = self.trees[module_file(installed_root(), seam.module).as_posix()]
                 last = [ast.unparse(node) for node in tree.body[-10:]]
                 impl = series.travel(seam.impl)
-                line = f"{seam.qualname} = replaced_by('{impl}')({seam.qualname})"
-                self.assertIn(line if seam.kind == "replace" else f"registered_by('{impl}', __name__)", last)
+                self.assertIn(f"registered_by('{impl}', __name__)", last)
 
     def test_upstream_files_only_gain_hook_lines(self) -> None:
-        allowed = re.compile(
-            r"\s*@wrapped_by\(.*\)|from torch\._overlay\.hooks import \w+|"
-            r"\w+ = replaced_by\(.*\)\(\w+\)|registered_by\(.*\)|"
-        )
+        allowed = re.compile(r"\s*@wrapped_by\(.*\)|from torch\._overlay\.hooks import \w+|registered_by\(.*\)|")
         for patch in self.patches:
             for change in patch.changes:
                 for hunk in change.hunks if not change.is_new else ():
@@ -105,7 +101,7 @@ class TestExport(unittest.TestCase):
         for name, text in self.patched.items():
             if name.endswith(".py") and "/_overlay/" not in name:
                 with self.subTest(name):
-                    for function in ("wrapped_by", "replaced_by", "registered_by"):
+                    for function in ("wrapped_by", "registered_by"):
                         imports = len(re.findall(rf"^from torch\._overlay\.hooks import {function}$", text, re.M))
                         self.assertEqual(imports, int(f"{function}(" in text))
 
@@ -245,14 +241,8 @@ LIMIT = 3
         self.assertEqual(hooks, [("wrap", name, f"torch_overlay.x:{name[6:]}") for name in names])
 
     def test_lines_at_the_end(self) -> None:
-        text = self.edit(("replace", "LIMIT"), ("register", ""))
-        self.assertTrue(
-            text.endswith(
-                'LIMIT = 3\n\n\nLIMIT = replaced_by("torch._overlay.x:y")(LIMIT)\n'
-                'registered_by("torch._overlay.x:y", __name__)\n'
-            ),
-            text,
-        )
+        text = self.edit(("register", ""), ("register", ""))
+        self.assertTrue(text.endswith("LIMIT = 3\n\n\n" + 2 * 'registered_by("torch._overlay.x:y", __name__)\n'), text)
 
     def test_the_import_of_a_file_without_imports_from_torch(self) -> None:
         text = self.edit(("register", ""), source="import os\nimport sys\n\nx = 1\n")

@@ -16,7 +16,7 @@ from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome
 from torch_overlay._cli.screen import Screen, width
 from torch_overlay._inductor.relaunch import causes, coverage
-from torch_overlay._inductor.streams.memory_report import account, amount, describe
+from torch_overlay.analysis.memory_report import account, amount, describe
 from torch_overlay.analysis.timelines.lines import own_line
 from torch_overlay.analysis.timelines.run import step, watching
 from torch_overlay.testing import observe

@@ -1,4 +1,5 @@
-"""Traces stream contexts: `with s:`, `with torch.cuda.stream(s):`, `with StreamContext(s):`.
+"""Traces stream contexts, `with s:`, `with torch.cuda.stream(s):`, `with StreamContext(s):`, and hooks on variables of
+streams and events.
 
 Entering a context puts its stream's index on the FX nodes of the block (upstream's annotation) and changes the symbolic
 state (state.py). Entering the context of a stream of another device also makes that device current, as in eager.
@@ -12,17 +13,18 @@ from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
-from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
+from torch._dynamo.variables.streams import EventVariable, StreamContextVariable, StreamVariable
 
 from torch_overlay._dynamo import registry
+from torch_overlay._dynamo.methods import stream_compare
 from torch_overlay._dynamo.state import handled
-from torch_overlay.hooks import override
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._dynamo.bytecode_transformation import Instruction
+    from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
@@ -63,11 +65,6 @@ def create(
     return StreamContextVariable(stream, **kwargs)
 
 
-def context_init(original: Callable[..., None], context: StreamContextVariable, *args: Any, **kwargs: Any) -> None:
-    override(context, enter=enter, exit=exit)
-    original(context, *args, **kwargs)
-
-
 def enter(
     original: Callable[..., VariableTracker],
     context: StreamContextVariable,
@@ -103,3 +100,23 @@ def exit(
         # The block has ended. At a graph break it goes on, and entering it again needs the stream that set_stream set.
         context.stream_now = None
     return result if result is not None else ConstantVariable.create(None)
+
+
+def tp_richcompare_impl(
+    original: Callable[..., VariableTracker],
+    stream: StreamVariable,
+    tx: InstructionTranslatorBase,
+    other: VariableTracker,
+    op: str,
+) -> VariableTracker:
+    found = stream_compare(stream, tx, other, op) if handled(tx) else None
+    return found or original(stream, tx, other, op)
+
+
+def reconstruct(original: Callable[..., None], variable: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
+    """Push the same object, made by the frame, that the graph used."""
+    if not handled(codegen.tx) or variable.user_object_index is None:
+        return original(variable, codegen)
+    name = registry.local_of(codegen.tx.output, variable.user_object_index)
+    codegen.append_output(codegen.create_load(name))
+    return None

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 
-def reconstruct_type(original: Callable[..., None], context: VariableTracker, codegen: PyCodegen) -> None:
+def reconstruct_type(context: StreamContextVariable, codegen: PyCodegen) -> None:
     """Push a callable that returns this context; see Note [Graph breaks in stream contexts]."""
-    if not isinstance(context, StreamContextVariable) or not handled(codegen.tx):
-        return original(context, codegen)
+    if not handled(codegen.tx):
+        return super(StreamContextVariable, context).reconstruct_type(codegen)
     stream = context.__dict__.get("stream_now") or context.get_stream()
     codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
     codegen.load_import_from("torch.cuda", "StreamContext")

@@ -23,7 +23,6 @@ from torch._dynamo.source import GlobalWeakRefSource
 from torch_overlay import frame_facts
 from torch_overlay._dynamo import construct, functions, graph_breaks, objects, ranges, registry
 from torch_overlay._dynamo.manual_contexts import bind, unbound_method
-from torch_overlay._dynamo.methods import stream_compare
 from torch_overlay._dynamo.run_time_values import branch_error
 from torch_overlay._dynamo.state import handled
 from torch_overlay.hooks import override
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from torch._dynamo.source import CurrentStreamSource, Source
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.streams import EventVariable, StreamVariable
 
 
 # -- a frame
@@ -146,7 +144,7 @@ def bind_args(
     return original(variable, tx, args, kwargs)
 
 
-def call_class(
+def call_function(
     original: Callable[..., VariableTracker],
     variable: Any,
     tx: InstructionTranslatorBase,
@@ -170,31 +168,6 @@ def resolve_cls_descriptor(
     """Wrap the look-up of a class attribute that is a descriptor: `__enter__` and `__exit__` of contexts."""
     found = unbound_method(tx, variable.value, name, descriptor)
     return found or original(variable, tx, name, descriptor, source)
-
-
-def stream_init(original: Callable[..., None], stream: StreamVariable, *args: Any, **kwargs: Any) -> None:
-    override(stream, tp_richcompare_impl=compare, reconstruct=reconstruct)
-    original(stream, *args, **kwargs)
-
-
-def compare(
-    original: Callable[..., VariableTracker],
-    stream: StreamVariable,
-    tx: InstructionTranslatorBase,
-    other: VariableTracker,
-    op: str,
-) -> VariableTracker:
-    found = stream_compare(stream, tx, other, op) if handled(tx) else None
-    return found or original(stream, tx, other, op)
-
-
-def reconstruct(original: Callable[..., None], variable: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
-    """Push the same object, made by the frame, that the graph used."""
-    if not handled(codegen.tx) or variable.user_object_index is None:
-        return original(variable, codegen)
-    name = registry.local_of(codegen.tx.output, variable.user_object_index)
-    codegen.append_output(codegen.create_load(name))
-    return None
 
 
 _merged: tuple[dict[Any, Any], dict[Any, Any]] | None = None

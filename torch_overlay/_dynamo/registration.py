@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay.upstream_fixes import recorded_views
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,8 +54,16 @@ _STREAM_ATTRIBUTES = {
 _CUDA_STREAM_ATTRIBUTES = {"priority": "stream_priority", "cuda_stream": "stream_handle"}
 
 
+def _reconstruct_type(context: Any, codegen: Any) -> None:
+    from torch_overlay._dynamo import graph_breaks
+
+    graph_breaks.reconstruct_type(context, codegen)
+
+
 def register_variables(streams: ModuleType) -> Callable[[], None]:
-    """Put our methods, attributes and hash into the tables of upstream's stream and event variables."""
+    """Put our methods, attributes and hash into the tables of upstream's stream and event variables, and pass
+    `record_stream` of lazy views on.
+    """
     from torch._dynamo.variables import ctx_manager
     from torch._dynamo.variables.base import GetSet, Method, readonly_setter, VariableTracker
 
@@ -93,10 +103,14 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
         "__enter__": Method(handler("context_enter", None, module="manual_contexts")),
         "__exit__": Method(handler("context_exit", None, module="manual_contexts")),
     }
+    streams.StreamContextVariable.reconstruct_type = _reconstruct_type
     streams.StreamVariable.hash_impl = handler("stream_hash", VariableTracker.hash_impl)
+    no_longer_pass_on = recorded_views.register()
 
     def undo() -> None:
+        no_longer_pass_on()
         del streams.StreamVariable.hash_impl, streams.StreamVariable.tp_repr_impl
+        del streams.StreamContextVariable.reconstruct_type
         del streams.StreamContextVariable.tp_methods, streams.EventVariable.tp_getset, profiled.tp_methods
         for table, contents in reversed(saved):
             table.clear()
@@ -105,13 +119,13 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     return undo
 
 
-def make_state(original: type) -> Callable[[], Any]:
-    """Replace the class from which the translator makes its stream state."""
+def state_init(original: Callable[[Any], None], made: Any) -> None:
+    """Make the translator's stream state one of ours. Upstream's constructor is called by that of ours, too."""
+    from torch_overlay._dynamo import state
+    from torch_overlay._stream_handling import handles_streams
 
-    def make() -> Any:
-        from torch_overlay._dynamo import state
-        from torch_overlay._stream_handling import handles_streams
-
-        return state.StreamState() if handles_streams() and state.applies() else original()
-
-    return make
+    if isinstance(made, state.StreamState) or not (handles_streams() and state.applies()):
+        original(made)
+    else:
+        made.__class__ = state.StreamState
+        made.__init__()

@@ -73,15 +73,6 @@ class Change:
     raw_hook: Any = None
     undo: Callable[[], None] | None = None
 
-    @property
-    def is_global(self) -> bool:
-        """True if the change holds wherever modules imported the object by value. As in the patched form: the
-        replacement of a name that a module imported from another one holds in that module only.
-        """
-        if self.place is None:
-            return False
-        return self.seam.kind == "wrap" or getattr(self.place.original, "__module__", None) == self.seam.module
-
     def is_loaded_again(self) -> bool:
         module = sys.modules.get(self.seam.module)
         return module is not None and module.__spec__ is not self.spec
@@ -94,8 +85,7 @@ class Change:
         if function is self.place.original:
             return True
         module = sys.modules.get(self.seam.module)
-        can_be = self.seam.kind == "wrap" and module is not None
-        return can_be and verify.is_upstreams_own(function, self.seam.qualname, module)
+        return module is not None and verify.is_upstreams_own(function, self.seam.qualname, module)
 
     def is_taken_out(self) -> bool:
         return self.is_loaded_again() or (self.place is not None and self.is_upstreams(self.place.current()))
@@ -192,7 +182,7 @@ class Installer:
         for name in modules:
             import_module(name)
         for seam in seams:
-            if seam.kind in ("replace", "register"):
+            if seam.kind == "register":
                 resolve(seam.impl)
         with self.lock:
             if self.state == before:
@@ -207,7 +197,7 @@ class Installer:
             for change in changes:
                 if change.place is not None:
                     setattr(change.place.owner, change.place.name, change.raw_hook)
-            rebind((c.place.original, c.hook, c.seam) for c in changes if c.place is not None and c.is_global)
+            rebind((c.place.original, c.hook, c.seam) for c in changes if c.place is not None)
             for change in changes:
                 if change.place is None:
                     change.undo = register(change.seam)
@@ -266,8 +256,7 @@ def prepare(seam: Seam) -> Change:
     if seam.kind == "register":
         return Change(seam, module.__spec__)
     place = verify.find_place(seam, module)
-    build = wrapped_by(seam.impl) if seam.kind == "wrap" else resolve(seam.impl)
-    hook = build(place.original)
+    hook = wrapped_by(seam.impl)(place.original)
     return Change(seam, module.__spec__, place, hook, verify.rewrap_descriptor(place.raw, hook))
 
 

@@ -229,9 +229,8 @@ def find_place(seam: Seam, module: ModuleType) -> SeamTarget:
             "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path. If "
             "another library has put back a hook that it saved, take that out.",
         )
-    if seam.kind == "wrap":
-        for definition in seam.definitions:
-            check_own(vars(owner).get(definition.rpartition(".")[2]), definition, seam, module)
+    for definition in seam.definitions:
+        check_own(vars(owner).get(definition.rpartition(".")[2]), definition, seam, module)
     return place
 
 

@@ -8,6 +8,7 @@ from torch_overlay._inductor.offload.hooks import compute_last_usage
 from torch_overlay._inductor.relaunch import hooks as relaunch
 from torch_overlay._inductor.streams import codegen, foreach, lowering
 from torch_overlay.hooks import override
+from torch_overlay.upstream_fixes import mutation_order, partition_concat
 
 
 if TYPE_CHECKING:
@@ -18,10 +19,12 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
     override(
         scheduler,
         compute_dependencies=lowering.compute_dependencies,
+        dead_node_elimination=mutation_order.dead_node_elimination,
         _populate_stream_assignments=foreach.populate_stream_assignments,
         compute_last_usage=compute_last_usage,
         should_partition=codegen.should_partition,
         _log_graph_partitions=relaunch.log_graph_partitions,
+        get_graph_partition_signature=partition_concat.get_graph_partition_signature,
         _codegen=codegen.codegen,
         _codegen_partitions=codegen.codegen_partitions,
         enter_context=codegen.enter_context,

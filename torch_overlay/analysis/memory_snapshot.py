@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.streams.memory_report import amount
+from torch_overlay.analysis.memory_report import amount
 from torch_overlay.testing._text import OURS, TORCH
 
 

@@ -72,7 +72,7 @@ class Region:
     plans: list[Any] = dataclasses.field(default_factory=list)
     places: dict[str, str] = dataclasses.field(default_factory=dict)  # the user's lines of each operation of the plans
     copies: Any = None  # of saved activations: offload_log.CopySchedule
-    blocking: list[Any] = dataclasses.field(default_factory=list)  # copy_log.BlockingCopy
+    blocking: list[Any] = dataclasses.field(default_factory=list)  # blocking_copies.BlockingCopy
 
     @property
     def graph(self) -> str:
@@ -140,7 +140,8 @@ class _Observer:
         from torch._inductor.virtualized import V
 
         from torch_overlay._functorch.offload import log as offload_log
-        from torch_overlay._inductor.streams import copies_in_place, planned_region
+        from torch_overlay._inductor.streams import planned_region
+        from torch_overlay.analysis.blocking_copies import blocking_copies
 
         origins = Origins()
         call_backend = OutputGraph.call_user_compiler
@@ -170,6 +171,7 @@ class _Observer:
                 code = without_marks(code)
                 region.lines = code.lines
             region.wrapper = getattr(code, "value", str(code))
+            region.blocking = blocking_copies(graph.module)
             return code, *rest
 
         def keep_break(tx: Any, code_options: Any, reason: str, exc: Any) -> None:
@@ -189,10 +191,6 @@ class _Observer:
             elif self.seen.regions:
                 self.seen.regions[-1].copies = found
 
-        def keep_blocking(found: list[Any]) -> None:
-            if self.seen.regions:
-                self.seen.regions[-1].blocking += found
-
         with (
             origins.marked(),
             mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
@@ -203,7 +201,6 @@ class _Observer:
         ):
             stack.callback(planned_region.subscribe_to_plans(keep_plan))
             stack.callback(offload_log.subscribe(keep_offload))
-            stack.callback(copies_in_place.subscribe_to_copies(keep_blocking))
             yield
 
 

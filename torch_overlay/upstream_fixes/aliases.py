@@ -43,7 +43,6 @@ from torch_overlay._functorch.streams.fx import (
     written_arguments,
 )
 from torch_overlay._functorch.streams.memory import results_made
-from torch_overlay._stream_handling import handles_streams
 from torch_overlay.orders import reached
 
 
@@ -268,12 +267,6 @@ def _is_read_elsewhere(value: Node, reader: Node, tokens: AbstractSet[Any]) -> b
     return not is_stream_op(reader) and not is_ordered
 
 
-def remove_operations(original: Callable[..., None], graph: Any, *constants: AbstractSet[Node]) -> None:
-    before = Aliases(getattr(graph, "graph", graph))
-    original(graph, *constants)
-    before.keep_apart(handles_streams())
-
-
 def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph: Graph) -> None:
     before = Aliases(graph)
     before.keep_out_of_inputs()
@@ -292,4 +285,4 @@ def concatenate(original: Callable[..., Any], cls: Any, inputs: Sequence[Any], d
     return original(cls, [clone(x) if id(x.data) in shown else x for x in inputs], dim)
 
 
-__all__ = ["Aliases", "concatenate", "reinplace_inplaceable_ops", "remove_operations"]
+__all__ = ["Aliases", "concatenate", "reinplace_inplaceable_ops"]

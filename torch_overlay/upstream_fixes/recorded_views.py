@@ -14,12 +14,11 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
 LAZY = ("Conjugate", "Negative", "ZeroTensor")
 
 
-def register(module: ModuleType) -> Callable[[], None]:
+def register() -> Callable[[], None]:
     """Pass `record_stream` on to the tensor's device. Return a function that undoes it."""
     library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
     for key in LAZY:

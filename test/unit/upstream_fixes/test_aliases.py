@@ -42,17 +42,17 @@ class AliasesTestCase(TestCase):
         note_fact(node, after=(), promised_to=before)
         return node
 
-    def run_pass(self, change, *results):
+    def run_pass(self, name, change, *results):
         """Returns what the graph returns afterwards."""
         self.graph.output(results)
         gm = GraphModule(torch.nn.Module(), self.graph)
         self.graph = gm.graph
-        GraphTransformObserver(gm, "test").apply_graph_pass(change)
+        GraphTransformObserver(gm, name).apply_graph_pass(change)
         self.graph.lint()
         return self.graph.output_node().args[0]
 
     def remove_noop_ops(self, *results):
-        return self.run_pass(remove_noop_ops, *results)
+        return self.run_pass("remove_noop_ops", remove_noop_ops, *results)
 
     def copies(self):
         return self.graph.find_nodes(op="call_function", target=aten.clone.default)
@@ -155,7 +155,7 @@ class TestAdditionsOfZero(AliasesTestCase):
             zeros = set(graph.find_nodes(op="call_function", target=aten.full.default))
             remove_no_ops(graph.owning_module, zeros, set())
 
-        return self.run_pass(change, *results)
+        return self.run_pass("constant_fold_uniform_value", change, *results)
 
     def plus_zero(self, stream=0):
         zeros = self.call(aten.full.default, [4, 4], 0.0)

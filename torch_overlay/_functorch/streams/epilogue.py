@@ -2,9 +2,9 @@
 
 The graph returns the new value of an input that needs a gradient and is updated in place, and the epilogue copies it
 into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for the
-update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream that
-waited for the update or made it, and the host, wait once more, and an event is recorded once more (`Promises`). The
-epilogue also makes results anew that are views, on the streams of the program.
+update by then. What eager orders after the update itself must come after that copy: a stream that waited for the update
+or made it, and the host, wait once more, and an event is recorded once more (`Promises`). The epilogue also makes
+results anew that are views, on the streams of the program.
 
 Its notes are `EpilogueNotes`, in the metadata of the forward.
 
@@ -121,10 +121,14 @@ class EpilogueNotes(Notes):
 
 
 def promises_of(gm: GraphModule, count: int) -> Promises | None:
-    """Return the promises of the first `count` outputs, which the epilogue writes back; None if there are none."""
+    """Order the caller's stream after the first `count` outputs, which the epilogue writes back. Return their promises;
+    None if there are none.
+    """
     outputs: Any = gm.graph.output_node().args[0]
     values = [value for value in outputs[:count] if isinstance(value, torch.fx.Node)]
-    _promise_outputs(values)
+    for value in values:  # the caller writes them back on its own stream
+        if node_stream(value) != CALLERS_STREAM:
+            add_promised(value, (CALLER,))
     last = {
         n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=torch.ops.streams.record_event.default)
     }
@@ -137,13 +141,6 @@ def promises_of(gm: GraphModule, count: int) -> Promises | None:
         return None
     devices = {written_index(v.meta["val"].device.index or 0) for v in values if v.meta["val"].device.type == "cuda"}
     return Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
-
-
-def _promise_outputs(values: list[Node]) -> None:
-    """Order the caller's stream after the values: the caller writes them back on its own stream."""
-    for value in values:
-        if node_stream(value) != CALLERS_STREAM:
-            add_promised(value, (CALLER,))
 
 
 def note_epilogue(gm: GraphModule, fw_metadata: Any) -> None:

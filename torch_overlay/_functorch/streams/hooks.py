@@ -78,7 +78,7 @@ def _inputs(graph: Graph, inner_meta: Any, fw_metadata: Any) -> dict[Node, Any]:
     return dict(zip(inputs, graph_compile.compute_inner_input_info_from_subclass_meta(fw_metadata, inner_meta)))
 
 
-def partition(
+def _partition_joint_graph_into_fw_bw(
     original: Callable[..., Any], joint: GraphModule, inputs: Any, inner_meta: Any, fw_metadata: Any, *args: Any
 ) -> Any:
     note_offload_policies(joint.graph)
@@ -92,7 +92,7 @@ def partition(
     return forward, backward, count
 
 
-def donated_buffers(
+def collect_bw_donated_buffer_idxs(
     original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
 ) -> list[int]:
     """Return the saved tensors that the backward may write over (`saved_values.may_be_donated`). A relaunched forward

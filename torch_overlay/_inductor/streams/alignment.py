@@ -22,7 +22,7 @@ operation also waits for that copy, and a reader on another stream makes its own
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._inductor.streams.plan import Plan
-    from torch_overlay._inductor.streams.planned_region import PlannedRegion
+    from torch_overlay._inductor.streams.emitter import RegionEmitter
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
 _RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_back"
@@ -102,26 +101,10 @@ def _takes_layout(node: BaseSchedulerNode) -> bool:
     return isinstance(overload, torch._ops.OpOverload) and bool(_LAYOUT_ONLY.fullmatch(overload._schema.name))
 
 
-class AlignmentEmitter(Protocol):
-    """What aligned copies ask of whoever writes a region's lines."""
-
-    scheduler: Scheduler
-    region: PlannedRegion
-    plan: Plan
-    wrapper: Any
-    root: Any
-
-    def stream(self, stream: int) -> str: ...
-
-    def stream_of_call(self, stream: int) -> str: ...
-
-    def write(self, text: str) -> None: ...
-
-
 class AlignedInputs:
     """The aligned copies of one region's inputs, while its lines are written."""
 
-    def __init__(self, emitter: AlignmentEmitter) -> None:
+    def __init__(self, emitter: RegionEmitter) -> None:
         self.emitter, self.wrapper = emitter, emitter.wrapper
         graph: Any = V.graph
         checked = {graph.graph_input_names[i]: i for i in graph.inputs_to_check or ()}

@@ -21,7 +21,7 @@ from torch_overlay._inductor.streams.around_partitions import ordered_around, re
 from torch_overlay._inductor.streams.planned_region import needs_plan
 from torch_overlay._inductor.streams.region_names import root_of
 from torch_overlay._inductor.streams.regions import place_workspaces, planned, stream_of_memory
-from torch_overlay._inductor.streams.switching import add_stream_ranges, share_memory, switch_streams
+from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
 from torch_overlay._stream_handling import handles_streams
 
@@ -146,6 +146,6 @@ def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_infere
     else:
         wrapper.lines = place_workspaces(V.graph.scheduler, wrapper.lines)
         original(wrapper, False)  # pooling memory planning shares blocks between streams
-        wrapper.lines = switch_streams(add_stream_ranges(share_memory(wrapper.lines)))
+        wrapper.lines = switch_streams(share_memory(wrapper.lines))
     if config.nvtx is True and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
         wrapper.lines = kernel_places.mark(wrapper.lines)

@@ -20,13 +20,10 @@ Note [No aligned copies of an input in parts] Kernels are compiled for inputs th
 copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where a
 program with streams writes a part of an input, the copy back would write the other parts, too, which other code may be
 using by then. Kernels are compiled for such an input without any alignment, and it is never copied.
-
-Report the copies between device and host for which the host waits, each with the reason: for `explain`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -38,7 +35,6 @@ from torch.utils._ordered_set import OrderedSet
 from torch_overlay._functorch.streams.facts import fact_of, merged, replace_fact
 from torch_overlay._functorch.streams.fx import (
     base_of,
-    blocks_host,
     constants,
     has_streams,
     is_asynchronous_copy,
@@ -60,12 +56,11 @@ from torch_overlay._inductor.streams.host_copies import (
     is_pinned,
     MEMORY_LIKE,
     register,
-    RETURNED,
 )
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch.fx import Graph, Node
 
@@ -354,9 +349,7 @@ class _Rewriter:
 
     def part(self, scatter: Node, base: Node) -> torch.Tensor:
         """Return the part of the memory that a scatter writes."""
-        arguments = torch.fx.map_arg(scatter.args[2:], lambda n: n.meta.get("val"))
-        with V.fake_mode:
-            return _SCATTER_OP_TO_VIEW[scatter.target](base.meta["val"], *arguments, **scatter.kwargs)  # type: ignore[index, misc]
+        return _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)  # type: ignore[index]
 
     def is_part(self, value: Node, base: Node, part: torch.Tensor) -> bool:
         """True if a value is that part of the memory that a base is a view of."""
@@ -484,14 +477,13 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
         scatter = views.pop()
         if scatter.target not in _SCATTER_OP_TO_VIEW or storage_node(base := scatter.args[0]) is not given:
             return part, value, steps
-        with V.fake_mode:
-            whole = base.meta["val"]
-            for view in reversed(views):
-                whole = _applied(view.target, whole, view, 1)
-            is_read = any(len(node.users) > 1 for node in (*views, scatter) if node is not new)
-            if is_read or geometry(whole) != geometry(part):
-                return part, value, steps
-            part = _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)
+        whole = base.meta["val"]
+        for view in reversed(views):
+            whole = _applied(view.target, whole, view, 1)
+        is_read = any(len(node.users) > 1 for node in (*views, scatter) if node is not new)
+        if is_read or geometry(whole) != geometry(part):
+            return part, value, steps
+        part = _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)
         steps += [*views, scatter, base]
         value = scatter.args[1]
 
@@ -499,7 +491,8 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
 def _applied(view: Any, base: torch.Tensor, node: Node, first: int) -> torch.Tensor:
     """Return a view of a fake tensor by a node's arguments from the index `first` on."""
     args, kwargs = torch.fx.map_arg((node.args[first:], node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
-    return view(base, *args, **kwargs)
+    with V.fake_mode:
+        return view(base, *args, **kwargs)
 
 
 def inputs_in_parts(graph: Graph) -> set[str]:
@@ -530,76 +523,3 @@ def assume_unaligned(graph: Any, names: set[str]) -> None:
     graph.unaligned_buffers.update(names)
     graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
     GraphNotes.of(graph).unchecked |= ours
-
-
-@dataclass(frozen=True)
-class BlockingCopy:
-    stack_trace: str
-    reason: str
-
-
-_copy_observers: list[Callable[[list[BlockingCopy]], None]] = []
-
-
-def subscribe_to_copies(observer: Callable[[list[BlockingCopy]], None]) -> Callable[[], None]:
-    """Call `observer` with the blocking copies of every graph from now on; the function returned ends that."""
-    _copy_observers.append(observer)
-    return lambda: _copy_observers.remove(observer)
-
-
-def publish_copy(graph: Graph) -> None:
-    """Report a graph's blocking copies to the observers, when no pass changes the graph any more."""
-    if _copy_observers:
-        found = [BlockingCopy(node.meta.get("stack_trace") or "", why) for node in graph.nodes if (why := reason(node))]
-        for observer in tuple(_copy_observers):
-            observer(found)
-
-
-def reason(node: Node) -> str:
-    """Return why the host waits for a copy; empty if it doesn't, as far as that is known before the code runs: a copy
-    also blocks where memory of the caller isn't pinned.
-    """
-    if node.target is torch.ops.aten._local_scalar_dense.default:
-        return "the host reads the number"
-    if RETURNED in node.meta:
-        return "the caller gets the host memory that is copied, and may write there; it isn't pinned"
-    if is_asynchronous_copy(node):
-        return "the function uses no stream: it is compiled as by stock PyTorch, where such a copy blocks"
-    if blocks_host(node):
-        return "it is made without non_blocking=True"
-    if node.target is not COPY_ASYNC:
-        return ""
-    if READ_LATER in node.meta:
-        return "what was in the host memory before is read later, so that the host copies it: the copy into it waits"
-    memory, source = node.args[:2]
-    part, given = node.meta[DESTINATION], source.meta["val"]  # type: ignore[union-attr]
-    if part.device == given.device:  # what a program updates of an input
-        return ""
-    host, root = (part, memory) if part.device.type == "cpu" else (given, storage_node(source))  # type: ignore[arg-type]
-    if root.op != "placeholder" and not is_pinned(root):  # type: ignore[union-attr]
-        return "the host memory isn't pinned"
-    if _is_gathered(part, given, host):
-        return "the host copies elements that don't lie next to each other one by one, in eager, too"
-    return ""
-
-
-def _is_gathered(part: torch.Tensor, given: torch.Tensor, host: torch.Tensor) -> bool:
-    """True if the copy needs temporaries: PyTorch copies memory directly only if it is contiguous, or laid out alike on
-    both sides.
-    """
-    expanded = given.expand_as(part)
-    alike = part.dtype == given.dtype and (
-        (part.is_contiguous() and expanded.is_contiguous())
-        or (part.stride() == expanded.stride() and _is_dense(part) and _is_dense(expanded))
-    )
-    side: Any = part if host is part else expanded
-    return not alike and not side.is_contiguous()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    from torch._prims_common import is_non_overlapping_and_dense_or_false
-
-    return is_non_overlapping_and_dense_or_false(tensor)
-
-
-__all__ = ["BlockingCopy", "publish_copy", "reason", "subscribe_to_copies"]

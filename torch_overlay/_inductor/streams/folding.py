@@ -14,9 +14,11 @@ that result is memory of the branch's stream, which the caller may use there and
 from __future__ import annotations
 
 import logging
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.device_peaks import bytes_per_us
 from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 log = logging.getLogger(__name__)
+
+_UNKNOWN_SIZE = 1 << 40  # no branch that has one is folded
 
 _ALSO_POINTWISE = frozenset(
     (
@@ -63,57 +67,33 @@ def _is_private_branch(node: Node) -> bool:
     return CALLER in (fact.after or ()) and CALLER in fact.promises
 
 
-def _bytes(node: Node) -> int | None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    count = value.element_size()
-    for size in value.shape:
-        hint = size if isinstance(size, int) else size.node.hint
-        if hint is None:
-            return None
-        count *= hint
-    return count
-
-
 def handed_out(graph: Graph, is_backward: bool) -> set[int]:
     """Return the positions of the outputs that the caller gets: all outputs of a backward; a forward's others are kept
     for the backward.
     """
-    (output,) = graph.find_nodes(op="output")
-    values: Any = output.args[0]
-    positions = range(len(values)) if isinstance(values, (list, tuple)) else range(1)
+    output = graph.output_node()
+    positions = set(range(len(pytree.tree_leaves(output.args[0]))))
     visible = output.meta.get("user_visible_output_idxs")
-    return set(positions) if is_backward or visible is None else set(positions) & set(visible)
+    return positions if is_backward or visible is None else positions & set(visible)
 
 
 def _results(graph: Graph, is_backward: bool) -> set[Node]:
     """Return the nodes whose memory the caller gets."""
-    (output,) = graph.find_nodes(op="output")
-    values: Any = output.args[0]
-    values = list(values) if isinstance(values, (list, tuple)) else [values]
-    found: set[Node] = set()
-    for position in handed_out(graph, is_backward):
-        if isinstance(value := values[position], torch.fx.Node):
-            found.update(view_chain(value))
-    return found
+    values = pytree.tree_leaves(graph.output_node().args[0])
+    results = (values[position] for position in handed_out(graph, is_backward))
+    return {node for value in results if isinstance(value, torch.fx.Node) for node in view_chain(value)}
 
 
-def _device_us(branch: list[Node]) -> float | None:
+def _device_us(branch: list[Node]) -> float:
     """Return the time that the branch needs on the device if it is one kernel: the time to read its inputs and to write
     its results.
     """
     inside = set(branch)
     moved = {n for node in branch for n in node.all_input_nodes if n not in inside}
     moved |= {n for n in branch if any(user not in inside for user in n.users)}
-    total = 0
-    for node in moved:
-        size = _bytes(node)
-        if size is None:
-            return None
-        total += size
-    device = next((d for n in branch if (d := _device(n)) is not None), None)
-    return total / bytes_per_us(device.index or 0) if device is not None else None
+    values = [value for n in moved if isinstance(value := n.meta.get("val"), torch.Tensor)]
+    total = sum(optimization_hint(v.numel() * v.element_size(), fallback=_UNKNOWN_SIZE) for v in values)
+    return total / bytes_per_us(branch[0].meta["val"].device.index or 0)
 
 
 def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> list[int]:
@@ -134,8 +114,7 @@ def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> l
             continue
         if not results.isdisjoint(branch):
             continue
-        time = _device_us(branch)
-        if time is None or time >= limit_us:
+        if (time := _device_us(branch)) >= limit_us:
             continue
         for node in branch:
             place_on(node, CALLERS_STREAM)

@@ -10,7 +10,6 @@ on. One pass is made to keep updates in place that several streams share (Note [
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
@@ -44,7 +43,8 @@ from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.hooks import override
-from torch_overlay.upstream_fixes.aliases import COPY_OF
+from torch_overlay.notes import Notes
+from torch_overlay.upstream_fixes.aliases import Aliases, COPY_OF, reinplace_inplaceable_ops
 
 
 if TYPE_CHECKING:
@@ -179,15 +179,10 @@ class PassLog:
         if step is None:
             return []
         operands = frozenset().union(*map(self._read, step.made))
-        others: Iterable[Iterable[Node]] = (step.replaced, step.erased)
-        return next(
-            (
-                gone
-                for nodes in others
-                if (gone := self._that_read([n for n in nodes if n not in left and n not in step.made], operands))
-            ),
-            [],
-        )
+        for nodes in (step.replaced, step.erased):
+            if gone := self._that_read([n for n in nodes if n not in left and n not in step.made], operands):
+                return gone
+        return []
 
     def _that_read(self, nodes: Iterable[Node], operands: frozenset[Node]) -> list[Node]:
         return [n for n in nodes if not operands.isdisjoint({*self._read(n), *self._heirs.get(n, ())})]
@@ -437,23 +432,6 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
 IN_PLACE = "stream_scatter_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
 
 
-@contextlib.contextmanager
-def mark_shared(graph: Graph) -> Iterator[None]:
-    """Mark scatters whose values several streams use, in a graph whose pass is logged, until upstream has decided."""
-    marked: list[Node] = []
-    if (log := PassLog.of(graph)) is not None:
-        _remove_writes_of_what_is_there(graph)
-        NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
-        marked = list(_shared(graph))
-    for node in marked:
-        node.meta[IN_PLACE] = True
-    try:
-        yield
-    finally:
-        for node in marked:
-            del node.meta[IN_PLACE]
-
-
 def _remove_writes_of_what_is_there(graph: Graph) -> None:
     """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
@@ -491,14 +469,25 @@ def _shared(graph: Graph) -> Iterable[Node]:
             yield from chain
 
 
+_REMOVES = ("remove_noop_ops", "constant_fold_uniform_value")  # passes that remove what takes no computing
+
+
+@dataclasses.dataclass
+class PassNotes(Notes):
+    """Notes on a pass (`GraphTransformObserver`)."""
+
+    log: PassLog | None
+    aliases: Aliases | None
+
+
 def observer_init(original: Callable[..., None], observer: GraphTransformObserver, *args: Any, **kwargs: Any) -> None:
     override(observer, __enter__=enter_observer, __exit__=exit_observer, apply_graph_pass=apply_graph_pass)
     original(observer, *args, **kwargs)
 
 
 def enter_observer(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
-    if handles_streams() and (log := begin_pass(observer.gm)) is not None:
-        observer._overlay_log = log  # type: ignore[attr-defined]
+    aliases = Aliases(observer.gm.graph) if observer.passname in _REMOVES else None
+    PassNotes(begin_pass(observer.gm) if handles_streams() else None, aliases).put(observer)
     return original(observer)
 
 
@@ -509,10 +498,12 @@ def exit_observer(
     error: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
+    notes: Any = PassNotes.find(observer)
+    if notes.aliases is not None and kind is None:
+        notes.aliases.keep_apart(handles_streams())
     original(observer, kind, error, traceback)
-    log: PassLog | None = observer.__dict__.pop("_overlay_log", None)
-    if log is not None:
-        end_pass(observer.gm, log, failed=kind is not None)
+    if notes.log is not None:
+        end_pass(observer.gm, notes.log, failed=kind is not None)
 
 
 def apply_graph_pass(
@@ -532,12 +523,23 @@ def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequen
 
 
 def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:
-    with mark_shared(graph):
+    """Mark scatters whose values several streams use, in a graph whose pass is logged, until upstream has decided."""
+    marked: list[Node] = []
+    if (log := PassLog.of(graph)) is not None:
+        _remove_writes_of_what_is_there(graph)
+        NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
+        marked = list(_shared(graph))
+    for node in marked:
+        node.meta[IN_PLACE] = True
+    try:
         original(graph)
+    finally:
+        for node in marked:
+            del node.meta[IN_PLACE]
 
 
 def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -> bool:
     return IN_PLACE in node.meta or original(node)
 
 
-__all__ = ["is_placed", "is_write", "needs_placement", "NewNodes", "PassLog", "Placed"]
+__all__ = ["is_placed", "is_write", "needs_placement", "NewNodes", "PassLog", "Placed", "reinplace_inplaceable_ops"]

@@ -18,7 +18,7 @@ from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, storage_node
 from torch_overlay._inductor.offload import codegen as offload_codegen
-from torch_overlay._inductor.streams import copies_in_place, ranges
+from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.copies_in_place import (
     assume_unaligned,
     computed_in_place,
@@ -97,16 +97,7 @@ def realize_after(node: torch.fx.Node, result: object) -> None:
         fix_layout(node, result)
 
 
-def copied_by_device(graph: Any, node: torch.fx.Node) -> contextlib.AbstractContextManager[Any]:
-    """Have the device copy a constant to the host, too, where Inductor would make another one there, if others count on
-    the host waiting for the copy. Inductor has an option that says so of all constants.
-    """
-    if _downloads(graph, node):
-        return inductor_config.patch({"aot_inductor.use_runtime_constant_folding": True})
-    return contextlib.nullcontext()
-
-
-def _downloads(graph: Any, node: torch.fx.Node) -> bool:
+def copied_by_device(graph: Any, node: torch.fx.Node) -> bool:
     """True for a copy to the host that the device has to make. Instead of copying a constant, Inductor makes another
     one on the host, if it can: if nobody counts on the host waiting for the copy, and the constant isn't scanned or
     sorted, which upstream fails to make there.
@@ -138,7 +129,6 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     is_backward = bool(kwargs.get("is_backward"))
     if has_streams:
         prepare(gm.graph, config.fold_branches_below_us, is_backward)
-    copies_in_place.publish_copy(gm.graph)
     original(lowering, gm, *args, **kwargs)
     if has_streams:
         assume_unaligned(lowering, inputs_in_parts(gm.graph) | (saved_views(gm.graph) if is_backward else set()))
@@ -150,7 +140,9 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
     if computed_in_place(graph, node):
         return graph.env[node.args[0]]
     realize_before(graph, node)
-    with copied_by_device(graph, node):
+    # Inductor has an option that says of all constants that the device copies them.
+    option = {"aot_inductor.use_runtime_constant_folding": True}
+    with inductor_config.patch(option) if copied_by_device(graph, node) else contextlib.nullcontext():
         result = original(graph, node)
     realize_after(node, result)
     return result

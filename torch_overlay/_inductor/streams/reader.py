@@ -27,6 +27,7 @@ from typing import Any, Literal, TYPE_CHECKING
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
 
 from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
@@ -182,9 +183,8 @@ class BoundaryTokens:
 def _kept_outputs() -> set[str]:
     """Return the buffers that are still held when the graph's code has returned."""
     graph: Any = V.graph
-    (output,) = graph.module.graph.find_nodes(op="output")
-    nodes: Any = output.args[0]
-    nodes = list(nodes) if isinstance(nodes, (list, tuple)) else [nodes]
+    output = graph.module.graph.output_node()
+    nodes = pytree.tree_leaves(output.args[0])
     return {
         buffer.get_name()
         for node, buffer in zip(nodes, graph.graph_outputs)
@@ -256,12 +256,6 @@ class RegionReader:
         """Return, per stream, the caller's states that it must be ordered after when the region is left."""
         return self.tokens.at_exit({token for op in self.ops if op.blocking for token in op.requires})
 
-    def touches_caller_memory(self, names: set[str]) -> bool:
-        """True if any of `names` is memory that the caller holds during the call or gets from it, or a view that a call
-        returns of such memory.
-        """
-        return not (self.caller_memory | self.output_memory).isdisjoint(names.union(map(owner_of, names)))
-
     # -- operations
 
     def note_outputs(self, node: BaseSchedulerNode, stream: int | None) -> None:
@@ -323,7 +317,9 @@ class RegionReader:
             after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
         # freed while another stream still read it; that read comes before the work that the user waited for.
-        if not self.enclosed and not self.touches_caller_memory(reads | writes):
+        # The caller holds memory during the call, or gets it, maybe by a view that a call returns of it.
+        touched = (reads | writes).union(map(owner_of, reads | writes))
+        if not self.enclosed and touched.isdisjoint(self.caller_memory | self.output_memory):
             # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
             self.inner.add(len(self.ops))
         if gpu:

@@ -30,7 +30,7 @@ from torch._dynamo import compiled_autograd
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
-from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM, callers_stream_index
 from torch_overlay._functorch.streams.saved_values import ContextNotes
 from torch_overlay._inductor.notes import GraphNotes, ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import owner_of
@@ -38,7 +38,7 @@ from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch._inductor.scheduler import Scheduler
 
@@ -82,42 +82,21 @@ def settle_owners(owners: Sequence[int | None]) -> None:
 def users_of_results(scheduler: Scheduler, region: PlannedRegion) -> Iterator[tuple[str, int]]:
     """Yield buffers that the graph returns, each with a stream to be recorded on it (`record_stream`), beside the one
     that it was allocated on. The region that makes a value does so: in another one, such as that which allocates the
-    memory that it is a view of, it may have no name.
-    """
-    made = {name for node in region.index for name in node.get_buffer_names()}
-    yield from ((name, stream) for name, stream in _users_of_results(scheduler, region) if name in made)
-
-
-def _users_of_results(scheduler: Scheduler, region: PlannedRegion) -> Iterator[tuple[str, int]]:
-    if V.graph.name is not None or V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
-        yield from _callers_of_side_streams(scheduler)
-        return
-    memory = _memory(scheduler)
-    for name, known in eager_memory_of_results().items():
-        stream = memory.get(owner_of(name))
-        for other in sorted(known) if stream is not None else ():
-            other = region.numbers.get(other, other) or _callers_stream_of(name)
-            if other != stream and other not in region.private:
-                yield name, other
-
-
-def _callers_of_side_streams(scheduler: Scheduler) -> Iterator[tuple[str, int]]:
-    real = scheduler.mutation_real_name
-    names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
-    memory = _memory(scheduler)
-    for name in names:
-        stream = memory.get(owner_of(name))
-        if stream is not None and name not in V.graph.graph_inputs and callers_device(stream) is None:
-            yield name, _callers_stream_of(name)
-
-
-def _memory(scheduler: Scheduler) -> Mapping[str, int]:
-    """Return the stream whose memory each buffer is. A region may return, under a new name, what an earlier one
+    memory that it is a view of, it may have no name. A region may return, under a new name, what an earlier one
     allocated.
     """
-    return ScheduleNotes.of(scheduler).memory or {}
-
-
-def _callers_stream_of(name: str) -> int:
-    device: Any = V.graph.get_buffer(name).get_device()
-    return callers_stream_index(device.index or 0)
+    made = {name for node in region.index for name in node.get_buffer_names()}
+    memory, real = ScheduleNotes.of(scheduler).memory or {}, scheduler.mutation_real_name
+    if V.graph.name is not None or V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
+        users = {real.get(name, name): {CALLERS_STREAM} for name in V.graph.get_output_names()}
+    else:
+        users = eager_memory_of_results()
+    for name, known in users.items():
+        if name not in made or (stream := memory.get(owner_of(name))) is None:
+            continue
+        device: Any = V.graph.get_buffer(name).get_device()
+        callers_stream = callers_stream_index(device.index or 0)
+        for other in sorted(known):
+            other = region.numbers.get(other, other) or callers_stream
+            if other != stream and other not in region.private:
+                yield name, other

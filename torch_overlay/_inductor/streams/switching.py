@@ -1,12 +1,11 @@
 """Insert lines about streams into the finished lines of a wrapper, once memory planning has decided which allocations
-remain: three passes.
+remain: two passes.
 
 - `share_memory` lets a call that keeps to one stream reuse memory across streams (Note [Memory of a call on one
   stream]).
 - `switch_streams` switches the current stream only where a line reads it: an allocation, an extern kernel, a copy.
-  Triton kernels get the raw handle of their stream.
-- `add_stream_ranges` puts the blocks of side streams into ranges that profiles show (`profiler_ranges`, Note [Names in
-  profiles]).
+  Triton kernels get the raw handle of their stream. The blocks of side streams are put into ranges that profiles show
+  (`profiler_ranges`, Note [Names in profiles]).
 """
 
 from __future__ import annotations
@@ -162,15 +161,45 @@ def share_memory(lines: list[Any]) -> list[Any]:
     return [instead.get(id(line), line) for line in lines]
 
 
+RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
+_BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
+
+
+def _is_statement_apart(line: Any) -> bool:
+    """True for the head of a block of Python, and for a range of the program's."""
+    return isinstance(line, str) and (line.rstrip().endswith(":") or line.startswith(RANGE_CALLS))
+
+
 @dataclass
 class _Region:
-    """The lines of a region that come next: their stream and device, and the streams that are current there."""
+    """The lines of a region that come next: their stream, device and range, and the streams that are current there."""
 
     emitter: RegionNames
     start: int  # position of the first line
     stream: int | None = None
     device: int | None = None
+    range: str = ""
+    is_range_open: bool = False
     current: dict[int, int] = field(default_factory=dict)  # by device; only those that were switched
+
+    def show(self, out: list[Any], line: Any) -> None:
+        """Open a range before the first line that allocates or launches in a block on a side stream; the emitter has
+        marked where the block begins, with the name of the range. The range closes where work on another stream begins,
+        and where a block of Python or a range of the program's begins or ends, since ranges have to nest.
+        """
+        moves = isinstance(line, OnStream) and line.stream != self.stream
+        is_boundary = isinstance(line, _BOUNDARIES) or _is_statement_apart(line)
+        if self.is_range_open and (moves or is_boundary):
+            self.write_range(out, "profiler_ranges.pop()")
+        if moves:
+            self.range = line.range
+        works = isinstance(line, upstream.KernelCallLine) or needs(line, self.stream, self.emitter) is not None
+        if self.range and works and not (self.is_range_open or is_boundary or isinstance(line, OnStream)):
+            self.write_range(out, f"profiler_ranges.push({self.range!r})")
+
+    def write_range(self, out: list[Any], text: str) -> None:
+        out.append(StreamLine(self.emitter.if_multi_stream(text)))
+        self.is_range_open = not self.is_range_open
 
     def switch(self, out: list[Any], stream: int | None, is_guarded: bool) -> None:
         if stream is None:
@@ -197,7 +226,7 @@ class _Region:
 
 
 def switch_streams(lines: list[Any]) -> list[Any]:
-    """Insert the switches of the current stream, and give launches the handle of their stream."""
+    """Insert the switches of the current stream and the ranges, and give launches the handle of their stream."""
     out: list[Any] = []
     regions: list[_Region] = []
     guards = 0
@@ -205,6 +234,8 @@ def switch_streams(lines: list[Any]) -> list[Any]:
         guards += isinstance(line, upstream.EnterDeviceContextManagerLine)
         guards -= isinstance(line, upstream.ExitDeviceContextManagerLine)
         region = regions[-1] if regions else None
+        if region is not None and not isinstance(line, BeginRegion):
+            region.show(out, line)
         if isinstance(line, BeginRegion):
             if region is not None:  # its caller's stream is the stream of the node that encloses it
                 region.switch(out, region.stream, guards > 0)
@@ -226,59 +257,3 @@ def switch_streams(lines: list[Any]) -> list[Any]:
             region.switch(out, needs(line, region.stream, region.emitter), guards > 0)
         out.append(line)
     return out
-
-
-RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
-_BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
-
-
-@dataclass
-class _OpenRange:
-    """The stream and the range of the lines of a region that come next."""
-
-    emitter: RegionNames
-    stream: int | None = None
-    range: str = ""
-    is_open: bool = False
-
-    def write(self, out: list[Any], text: str) -> None:
-        out.append(StreamLine(self.emitter.if_multi_stream(text)))
-        self.is_open = not self.is_open
-
-
-def add_stream_ranges(lines: list[Any]) -> list[Any]:
-    """Open a range before the first line that allocates or launches in a block on a side stream; the emitter has marked
-    where the block begins, with the name of the range. The range closes where work on another stream begins, and where
-    a block of Python or a range of the program's begins or ends, since ranges have to nest.
-    """
-    out: list[Any] = []
-    regions: list[_OpenRange] = []
-    for line in lines:
-        if isinstance(line, BeginRegion):
-            regions.append(_OpenRange(line.emitter))
-        elif regions:
-            _pass(out, regions[-1], line)
-        out.append(line)
-        if isinstance(line, EndRegion):
-            regions.pop()
-    return out
-
-
-def _pass(out: list[Any], current: _OpenRange, line: Any) -> None:
-    moves = isinstance(line, OnStream) and line.stream != current.stream
-    is_boundary = isinstance(line, _BOUNDARIES) or _is_statement_apart(line)
-    if current.is_open and (moves or is_boundary):
-        current.write(out, "profiler_ranges.pop()")
-    if moves:
-        current.stream, current.range = line.stream, line.range
-    works = isinstance(line, upstream.KernelCallLine) or needs(line, current.stream, current.emitter) is not None
-    if current.range and not (current.is_open or is_boundary or isinstance(line, OnStream)) and works:
-        current.write(out, f"profiler_ranges.push({current.range!r})")
-
-
-def _is_statement_apart(line: Any) -> bool:
-    """True for the head of a block of Python, and for a range of the program's."""
-    return isinstance(line, str) and (line.rstrip().endswith(":") or line.startswith(RANGE_CALLS))
-
-
-__all__ = ["add_stream_ranges"]

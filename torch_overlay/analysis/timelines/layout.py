@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.streams.memory_report import amount
+from torch_overlay.analysis.memory_report import amount
 from torch_overlay.analysis.timelines.json import place
 from torch_overlay.analysis.timelines.model import COPIES, WAIT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.streams.memory_report import amount
+from torch_overlay.analysis.memory_report import amount
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import re
 import textwrap
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.streams.memory_report import amount
+from torch_overlay.analysis.memory_report import amount
 from torch_overlay.analysis.timelines.json import place
 from torch_overlay.analysis.timelines.layout import (
     BOX,

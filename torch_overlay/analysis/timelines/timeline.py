@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_overlay._inductor.streams.memory_report import amount
+from torch_overlay.analysis.memory_report import amount
 from torch_overlay.analysis.overlap import DeviceWork, overlap
 from torch_overlay.analysis.timelines.json import trace
 from torch_overlay.analysis.timelines.model import Arrow, copied, COPIES, count, KERNEL, Lane, microseconds, Slice

@@ -11,8 +11,8 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, record, state
-from torch_overlay._inductor.streams import copies_in_place
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
+from torch_overlay.analysis.blocking_copies import blocking_copies
 
 
 aten, prims, streams = torch.ops.aten, torch.ops.prims, torch.ops.streams
@@ -129,14 +129,11 @@ class TestCopies(LoweringTestCase):
             self.lowered(*([made] if returned else []), upload)
             self.assertEqual(upload.args[2], not returned)
 
-    def test_copies_that_are_published(self):
-        seen = []
-        self.addCleanup(copies_in_place.subscribe_to_copies(seen.append))
+    def test_copies_that_are_reported(self):
         copy = self.call(prims.device_put.default, self.input(4), CPU, False, stream=1)
         self.lowered(copy)
-        (found,) = seen
-        self.assertEqual(len(found), 1)
-        self.assertIn("non_blocking=True", found[0].reason)
+        (found,) = blocking_copies(self.graph.module)
+        self.assertIn("non_blocking=True", found.reason)
 
 
 class TestParts(LoweringTestCase):

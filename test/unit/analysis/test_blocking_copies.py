@@ -1,18 +1,13 @@
-"""`_inductor.streams.copies_in_place`: copies that block the host are reported, with a reason."""
+"""`analysis.blocking_copies`: copies that block the host are reported, with a reason."""
 
 import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins.schedules import Program
-from torch_overlay._inductor.streams.copies_in_place import (
-    BlockingCopy,
-    publish_copy,
-    READ_LATER,
-    reason,
-    subscribe_to_copies,
-)
+from torch_overlay._inductor.streams.copies_in_place import READ_LATER
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, upload_returned_memory_at_once
+from torch_overlay.analysis.blocking_copies import blocking_copies, BlockingCopy, reason
 
 
 aten = torch.ops.aten
@@ -111,19 +106,14 @@ class TestOtherCopies(CopyLogTestCase):
         self.assertEqual(reason(self.y), "")
 
 
-class TestObservers(CopyLogTestCase):
+class TestGraphs(CopyLogTestCase):
     def test_copies_of_a_graph(self):
         first = self.program.call(aten._to_copy.default, self.y, device=CPU)
         first.meta["stack_trace"] = "line 1"
         second = self.program.call(aten._to_copy.default, self.y, device=CPU)
         self.program.output(first, second)
-        found, others = [], []
-        end, end_other = subscribe_to_copies(found.append), subscribe_to_copies(others.append)
-        publish_copy(self.program.graph)
-        end()
-        publish_copy(self.program.graph)
-        end_other()
-        publish_copy(self.program.graph)
         why = "it is made without non_blocking=True"
         wanted = [BlockingCopy("line 1", why), BlockingCopy("", why)]
-        self.assertEqual((found, others), ([wanted], [wanted] * 2))
+        module = torch.fx.GraphModule(torch.nn.Module(), self.program.graph)
+        self.assertEqual(blocking_copies(module), wanted)
+        self.assertEqual(blocking_copies(torch.nn.ModuleList([module, module])), wanted)
