@@ -499,7 +499,7 @@ class TestExec(DriverCase):
         part.raw_cuda_graph_exec.return_value = relaunch_driver.EXECUTABLE
         with mock.patch.object(executable, "implementation", lambda: self.module):
             launcher = executable.Launcher(part, template, True)
-        call = relaunch_driver.call_of(launcher.make_call, positions=(0,), masks=(0,))
+        call = relaunch_driver.call_of(launcher.make_call, inputs=((0, 0),))
         launcher.forget()
         self.assertEqual((launcher.template, launcher.nodes), (Template(3, (), ()), 2))
         call.launch([relaunch_driver.At(0x7000)])
@@ -573,7 +573,7 @@ class TestExec(DriverCase):
         for bad in (PointerSlot(0, 0, 1, 0, 0), PointerSlot(0, 0, -8, 0, 0)):
             with self.assertRaisesRegex(ValueError, r"node 0 \(kernel_0\), parameter 0: no pointer slot at "):
                 self.make([kernel(0, word(1))], [bad], 1)
-        with self.assertRaisesRegex(ValueError, "a pointer slot lies outside of its node or region"):
+        with self.assertRaisesRegex(ValueError, "pointer slot has a number that isn't there: 1"):
             self.make([kernel(0, word(1))], [PointerSlot(0, 0, 0, 1, 0)], 1)
 
     def test_thread_without_a_context_gets_the_executables(self):
@@ -695,9 +695,9 @@ class TestArguments(TestCase):
 
     def blocks(self, nodes, slots=(), regions=0, words=()):
         """Make a call whose regions are its inputs."""
-        inputs = {"positions": tuple(range(regions)), "masks": (0,) * regions}
+        inputs = tuple((k, 0) for k in range(regions))
         numbers = ((0, 0),), (), (), (0,) * len(words)
-        self.call(nodes=nodes, slots=slots, regions=regions, words=words, numbers=numbers, **inputs)
+        self.call(nodes=nodes, slots=slots, regions=regions, words=words, numbers=numbers, inputs=inputs)
 
     def check(self, kind, message, make, *args, **kwargs):
         with self.assertRaisesRegex(kind, message):
@@ -721,17 +721,15 @@ class TestArguments(TestCase):
         self.check(TypeError, "the slab must be a tuple, not int", self.call, slab=3, order=(0,))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
         vectors = (((4,), (1,), torch.uint8),) * 2
-        for order in ((0, 0), (0, 2), (-1, 0)):
-            self.check(
-                ValueError, "the order names a region twice, or none", self.call, allocations=vectors, order=order
-            )
+        for order, wrong in (((0, 0), "names a region twice"), ((0, 2), "names a slab"), ((-1, 0), "a number that is")):
+            self.check(ValueError, f"the order .*{wrong}", self.call, allocations=vectors, order=order)
 
     @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
     def test_host_without_memory(self):
         import _testcapi
 
         vector = ((4,), (1,), torch.uint8)
-        make = self.maker(slab=vector, order=(0,), numbers=(((0, 0),), ((0, 1),), ((0, 0, 1),), ()))
+        make = self.maker(slab=vector, order=(0,), numbers=(((0, 0),), (1,), ((0, 0, 1),), ()))
         for allocation in range(1, 40):
             _testcapi.set_nomemory(allocation, allocation + 1)
             try:
@@ -745,39 +743,42 @@ class TestArguments(TestCase):
         def run(inputs=(), constants=(), steps=(), results=()):
             self.call(numbers=(inputs, constants, steps, results))
 
-        run(((0, 0),), ((1, 0.5),), ((13, 0, 0), (6, 1, 2), (14, 0, 0), (17, 0, 0), (11, 1, 1)))
+        run(((0, 0),), (0.5,), ((13, 0, 0), (6, 1, 2), (14, 0, 0), (17, 0, 0), (11, 1, 1)))
         self.check(TypeError, "the numbers must be a tuple, not int", self.call, numbers=3)
         self.check(TypeError, r"numbers are \(inputs, constants", self.call, numbers=((), ()))
         self.check(TypeError, "number 0 must be a tuple, not int", run, (3,))
         for position in (-1, sys.maxsize):
-            self.check(ValueError, "a number at a position that no list has", run, ((position, 0),))
+            self.check(ValueError, f"number has a number that isn't there: {position}", run, ((position, 0),))
         run(((sys.maxsize - 1, 0),))
-        self.check(TypeError, "constant 0 must be a tuple", run, (), ([0, 1],))
-        self.check(OverflowError, "", run, (), ((0, 1 << 63),))
+        self.check(TypeError, "cannot be interpreted as an integer", run, (), ([0, 1],))
+        self.check(OverflowError, "", run, (), (1 << 63,))
         self.check(TypeError, "step 0 must be a tuple", run, (), (), (None,))
-        wrong = "a step of numbers takes what isn't there, or has another type"
-        for step in ((0, 0, 1), (18, 0, 0), (11, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
+        absent, wrong = "has a number that isn't there", "a step of numbers takes a number of another type"
+        for step in ((0, 0, 1), (18, 0, 0), (-1, 0, 0), (0, 0, -1)):
+            self.check(ValueError, f"step {absent}", run, ((0, 0),), (), (step,))
+        for step in ((11, 0, 0), (6, 0, 0)):
             self.check(ValueError, wrong, run, ((0, 0),), (), (step,))
-        self.check(ValueError, wrong, run, ((0, 0),), ((1, 0.5),), ((0, 0, 1),))
-        self.check(ValueError, "a result of numbers that nothing computes", run, ((0, 0),), (), (), (1,))
+        self.check(ValueError, wrong, run, ((0, 0),), (0.5,), ((0, 0, 1),))
+        self.check(ValueError, f"a result {absent}: 1", run, ((0, 0),), (), (), (1,))
         self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
 
     def test_positions_of_inputs(self):
         make = functools.partial(self.call, regions=1)
         for position in (-1, sys.maxsize):
-            absent = "an input at a position that no list has"
-            self.check(ValueError, absent, make, positions=(position,), masks=(0,))
-        for masks, positions in (((), (0,)), ((0, 0), (0, 0))):
-            self.check(ValueError, "so many inputs are no regions", make, positions=positions, masks=masks)
+            absent = f"input has a number that isn't there: {position}"
+            self.check(ValueError, absent, make, inputs=((position, 0),))
+        self.check(ValueError, "so many inputs are no regions", make, inputs=((0, 0), (0, 0)))
+        self.check(TypeError, "input 0 must be a tuple, not int", make, inputs=(0,))
 
     def test_number_slots(self):
         make = self.blocks
         node = (0, 0x1000, 0, "a node", bytes(144), (128,))
         make((node,), (), 0, ((0, 128, 3),))
         self.check(TypeError, "number slot 0 must be a tuple", make, (node,), (), 0, (3,))
-        outside = "a number slot lies outside of its node, or has an unknown type"
-        for slot in ((0, 141, 2), (1, 128, 0), (0, 128, 10), (0, 128, -1)):
-            self.check(ValueError, outside, make, (node,), (), 0, (slot,))
+        absent, outside = "number slot has a number that isn't there", "a number slot lies outside of its node"
+        self.check(ValueError, outside, make, (node,), (), 0, ((0, 141, 2),))
+        for slot in ((1, 128, 0), (0, 128, 10), (0, 128, -1)):
+            self.check(ValueError, absent, make, (node,), (), 0, (slot,))
         fill = (1, 0x1000, 0, "a node", bytes(40), ())
         self.check(ValueError, outside, make, (fill,), (), 0, ((0, 0, 0),))
 
@@ -787,9 +788,9 @@ class TestArguments(TestCase):
         self.check(TypeError, "node 1 must be a tuple, not list", make, (self.NODE, list(self.NODE)))
         self.check(TypeError, r"a node is \(kind, handle, context, label", make, (self.NODE[:3],))
         self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, (self.NODE,), (0,), 1)
-        self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, (self.NODE,), ((0, 0),), 1)
+        self.check(TypeError, "pointer slot 0 must have 4 numbers", make, (self.NODE,), ((0, 0),), 1)
         far = (*self.NODE[:5], (73,))
-        self.check(ValueError, "an argument lies outside of its block", make, (far,))
+        self.check(ValueError, "an argument of a block has a number that isn't there: 73", make, (far,))
 
     def test_block_that_is_smaller_than_the_drivers_struct(self):
         for kind, size in ((0, 72), (1, 40), (2, 200)):
@@ -910,7 +911,7 @@ class TestOnAGpu(TestCase):
         proven = prove.prove(first, second)
         graph.instantiate()
         blocks = call_maker(module, graph.raw_cuda_graph_exec(), proven)
-        call = relaunch_driver.call_of(blocks, positions=(0, 1, 2, 3), masks=(0,) * 4, replay=graph.replay)
+        call = relaunch_driver.call_of(blocks, inputs=tuple((k, 0) for k in range(4)), replay=graph.replay)
         del second_graph
         a.close()
         b.close()

@@ -399,9 +399,7 @@ class Kernel:
 class TestKernels(StepsTestCase):
     def in_c(self, shown, conditions=(), current=lambda: 0):
         arguments = steps._Builder(shown).arguments(conditions)
-        return relaunch_driver.module().steps(
-            **arguments, device=(0, current, lambda index: 0x55, 0), inputs=shown.inputs
-        )
+        return relaunch_driver.module().steps(**arguments, device=(0, current, lambda index: 0x55, 0))
 
     def shown(
         self,
@@ -450,6 +448,23 @@ class TestKernels(StepsTestCase):
         library.forget_context()
         self.addCleanup(library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
         self.assertEqual([line[0] for line in self.launched(in_c, [300, torch.zeros(4)])], ["context", "run"])
+
+    def test_steps_that_name_what_is_not_there(self):
+        arguments = steps._Builder(self.shown()).arguments(())
+        (step,) = arguments["steps"]
+        for position, wrong, error in (
+            (0, 4, "a step of an unknown kind"),
+            (1, (1, 2), "a kernel is"),
+            (3, (5,) * 3, "a grid is made of words"),
+            (3, (0, 0), "no three dimensions"),
+            (3, (0, 0, 0, 99), "an operand has a number that isn't there: 99"),
+            (5, (0,), "a result has a number that isn't there: 0"),
+            (6, (-1,), "what is dropped has a number that isn't there: -1"),
+            (4, (0,), "other items than results"),
+        ):
+            changed = (*step[:position], wrong, *step[position + 1 :])
+            with self.assertRaisesRegex((ValueError, TypeError), error):
+                relaunch_driver.module().steps(**arguments | {"steps": (changed,)}, device=(0, int, int, 0))
 
     def test_error_of_the_driver(self):
         in_c = self.in_c(self.shown())

@@ -227,7 +227,7 @@ static int map(Range *range, Address end, const char **what) {
 }
 
 /* Notes why an allocation failed, for torch only says that it did. `code` 0: no driver error. Returns NULL. */
-static void *refuse(Range *range, size_t size, const char *what, int code) {
+static void *fail(Range *range, size_t size, const char *what, int code) {
     if (code)
         snprintf(range->error, sizeof range->error, "CUDA driver error in %s: %s (%d), for an allocation of %zu bytes",
                  what, text_of(code), code, size);
@@ -241,13 +241,13 @@ static void *allocate(Range *range, size_t size) {
     Address address = range->top + gap;
     const char *what = "";
     int code = 0;
-    if (range->sealed) return refuse(range, size, "the range is sealed", 0);
+    if (range->sealed) return fail(range, size, "the range is sealed", 0);
     if (whole < size || address > range->high || range->high - address < whole + gap)
-        return refuse(range, size, "the range is too small", 0);
+        return fail(range, size, "the range is too small", 0);
     if (range->count == range->capacity) {
         size_t capacity = range->capacity ? 2 * range->capacity : 64;
         Allocation *list = realloc(range->list, capacity * sizeof *list);
-        if (!list) return refuse(range, size, "the host has no memory left", 0);
+        if (!list) return fail(range, size, "the host has no memory left", 0);
         range->list = list;
         range->capacity = capacity;
     }
@@ -256,7 +256,7 @@ static void *allocate(Range *range, size_t size) {
         code = map(range, address + whole, &what);
         restrain(mode);
         clear_stack(SHALLOW);
-        if (code) return refuse(range, size, what, code);
+        if (code) return fail(range, size, what, code);
     }
     range->list[range->count++] = (Allocation){address, size};
     range->top = address + whole;
@@ -270,7 +270,7 @@ EXPORT void *aliased_alloc(ssize_t size, int device, void *stream) {
     pthread_mutex_lock(&lock);
     range = range_of_thread(device);
     if (range && range->arena->device != device)
-        refuse(range, (size_t)size, "another device than the range's", 0);
+        fail(range, (size_t)size, "another device than the range's", 0);
     else if (range && size >= 0) {
         if ((result = allocate(range, (size_t)size))) range->arena->held++;
         clear_stack(OURS);

@@ -4,37 +4,22 @@
 
 #include "launch_memory.h"
 #include "data_ptr.h"
+#include "read.h"
 
 /* Each allocated region has to be in the order once: the storages, and the slab and the scratch if there are any. */
-static int read_order(Layout *self, PyObject *order) {
+int layout_init(Layout *self, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->storages), slab = self->slab != Py_None;
-    self->allocated = made + slab + (self->scratch != 0);
-    if (PyTuple_GET_SIZE(order) != self->allocated) {
-        PyErr_SetString(PyExc_ValueError, "so many regions are not allocated");
-        return -1;
-    }
-    if (!(self->order = PyMem_Calloc(self->allocated + 1, sizeof made))) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (slab && !is_tuple(self->slab, "the slab", -1)) return -1;
+    for (Py_ssize_t i = 0; i < made; i++)
+        if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
+    if (!(self->order = read_row(order, "the order", 0, made + 1 + (self->scratch != 0), &self->allocated))) return -1;
+    if (self->allocated != made + slab + (self->scratch != 0)) return refuse("so many regions are not allocated");
     for (Py_ssize_t i = 0; i < self->allocated; i++) {
-        Py_ssize_t k = PyLong_AsSsize_t(PyTuple_GET_ITEM(order, i));
-        int known = k >= 0 && (k < made || (k == made && slab) || (k == made + 1 && self->scratch));
-        for (Py_ssize_t j = 0; j < i; j++) known &= self->order[j] != k;
-        if (!known) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the order names a region twice, or none that is");
-            return -1;
-        }
-        self->order[i] = k;
+        if (self->order[i] == made && !slab) return refuse("the order names a slab that isn't there");
+        for (Py_ssize_t j = 0; j < i; j++)
+            if (self->order[j] == self->order[i]) return refuse("the order names a region twice");
     }
     return 0;
-}
-
-int layout_init(Layout *self, PyObject *order) {
-    if (self->slab != Py_None && !is_tuple(self->slab, "the slab", -1)) return -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->storages); i++)
-        if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
-    return read_order(self, order);
 }
 
 void layout_clear(Layout *self) { PyMem_Free(self->order); }

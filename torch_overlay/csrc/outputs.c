@@ -1,7 +1,6 @@
 /* The outputs of a launch, each made by a recipe. */
 
 #include "outputs.h"
-#include "driver_api.h"
 #include "module.h"
 
 /* Kinds of recipes: the recipe's object, the output `number`, the input `number`, the tensor of storage `number`, a
@@ -13,10 +12,7 @@ static PyObject *name_view;
 
 int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab, Py_ssize_t *least) {
     Py_ssize_t count = PyTuple_GET_SIZE(recipes), types = PyTuple_GET_SIZE(self->types);
-    if (!(self->recipe = PyMem_Calloc(count + 1, sizeof *self->recipe))) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!(self->recipe = zeros(count, sizeof *self->recipe))) return -1;
     self->recipes = count;
     for (Py_ssize_t i = 0; i < count; i++) {
         Recipe *each = &self->recipe[i];
@@ -33,11 +29,8 @@ int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab
         Py_INCREF(each->size);
         Py_INCREF(each->stride);
         Py_INCREF(each->offset);
-        if (each->kind < GIVEN || each->kind > MADE || n < 0 || n >= ends[each->kind]
-            || (each->kind == SAVED && !slab)) {
-            PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
-            return -1;
-        }
+        if (each->kind < GIVEN || each->kind > MADE || n < 0 || n >= ends[each->kind] || (each->kind == SAVED && !slab))
+            return refuse("a recipe of an output names what isn't there");
         if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
         if (each->kind == SAME && n >= *least) *least = n + 1; /* inputs that are no region may come last */
     }

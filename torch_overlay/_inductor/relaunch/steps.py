@@ -25,11 +25,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import itertools
 import math
 import threading
 import types
 import weakref
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch._dynamo.utils import counters
@@ -48,7 +49,7 @@ from torch_overlay._inductor.relaunch.proof.functions import binary_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.numbers.expressions import Expression
@@ -384,118 +385,124 @@ def is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (*VALUES, _OnStream)) and a == b)
 
 
-SLOT, CONSTANT, POOLED, BUILT = range(4)  # kinds of operands, as in the C source
-POINTER, WORD, BYTES = range(3)  # kinds of parameters
-NUMBER_I, NUMBER_F, TUPLE, LIST = range(4)  # kinds of what is built
+CALL, TUPLE, LIST, KERNEL = range(4)  # kinds of steps, as in the C source
+WORD, CONSTANT, NUMBER, SLOT = range(4)  # what a step takes: places are in this order
+Operand: TypeAlias = "tuple[int, int]"  # one of these, and its number among them
+ADDRESS = "K"  # the type of a word
+
+
+class _Step(NamedTuple):
+    """A step in the form that C reads, but for the places. A tuple or list that a step takes is made by one before it.
+    `items`: positions + 1 in what a call returns, or 0 for the whole, of each result."""
+
+    kind: int
+    function: Any  # of a call; of a kernel: (handle, threads, shared bytes, label)
+    names: tuple[str, ...]
+    operands: tuple[Operand, ...]  # of a kernel: its grid, then its parameters
+    items: tuple[int, ...]
+    results: tuple[Operand, ...]
 
 
 class _Builder:
-    """Puts steps into the form that C reads. Numbers, and tuples without slots, are built once a run, `pool`; other
-    tuples and lists whenever a step takes them, `built`. Words are values of kernels' parameters, by type."""
+    """Puts steps into the form that C reads. Words are values of kernels' parameters, by type; constants may be there
+    only to live. A tuple of numbers is made once a run, any other when a step takes it."""
 
     def __init__(self, shown: Followed) -> None:
-        self.shown = shown
         self.words: dict[tuple[str, Expression], int] = {}
-        self.numbers: dict[Expression, int] = {}
-        self.pool: dict[tuple[int, Any], int] = {}
-        self.built: list[tuple[Any, ...]] = []
         self.constants: list[Any] = []
-        self.kept: list[Any] = []  # alive, beside the constants
-        self.drops = _drops(shown)
+        self.numbers: dict[Expression, int] = {}
+        self.slots, self.inputs = shown.slots, shown.inputs
+        self.sizes: dict[tuple[Operand, ...], Operand] = {}  # tuples of numbers
+        self.steps: list[_Step] = []
+        for step in shown.steps:
+            self._call(step) if isinstance(step, Call) else self._kernel(step)
+        self.result = self._operand(shown.result)
 
     def arguments(self, conditions: Sequence[Expression]) -> dict[str, Any]:
-        for _ in range(2):  # the first time, only to know how many words and pooled objects there are
-            self.built, self.constants, self.kept = [], [], []
-            steps = tuple([self._step(i, step) for i, step in enumerate(self.shown.steps)])
-            result = self._operand(self.shown.result)
-        pooled = [
-            (kind, len(self.words) + self.numbers[of], ()) if kind <= NUMBER_F else (kind, 0, of)
-            for kind, of in self.pool
+        made = len(self.words), len(self.constants), len(self.numbers), self.slots
+        starts = [0, *itertools.accumulate(made)]
+
+        def places(operands: Iterable[Operand]) -> tuple[int, ...]:
+            return tuple([starts[kind] + number for kind, number in operands])
+
+        steps = [
+            (*step[:3], places(step.operands), step.items, places(step.results), places(drops))
+            for step, drops in zip(self.steps, self._drops(), strict=True)
         ]
         return {
             "numbers": RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions),
             "words": tuple([LETTERS.index(letter) for letter, _ in self.words]),
             "constants": tuple(self.constants),
-            "builds": (*pooled, *self.built),
-            "pooled": len(pooled),
-            "steps": steps,
-            "result": result,
-            "slots": self.shown.slots,
-            "kept": tuple(self.kept),
+            "steps": tuple(steps),
+            "result": places([self.result])[0],
+            "objects": starts[-1] - len(self.words),
+            "inputs": self.inputs,
         }
 
-    def _operand(self, value: Any) -> tuple[int, int]:
+    def _drops(self) -> list[list[Operand]]:
+        """Return for each step the slots that no later one takes, and that aren't returned."""
+        last: dict[Operand, int] = {}
+        for i, step in enumerate(self.steps):
+            last |= dict.fromkeys([v for v in (*step.operands, *step.results) if v[0] == SLOT], i)
+        last.pop(self.result, None)
+        drops: list[list[Operand]] = [[] for _ in self.steps]
+        for operand, i in last.items():
+            drops[i].append(operand)
+        return drops
+
+    def _operand(self, value: Any) -> Operand:
         if isinstance(value, Slot):
             return SLOT, value.number
         if isinstance(value, Number):
-            self.numbers.setdefault(value.expression, len(self.numbers))
-            return POOLED, self._pooled(NUMBER_F if value.is_float else NUMBER_I, value.expression)
-        if isinstance(value, (tuple, list)):
-            items = tuple(map(self._operand, value))
-            kinds = {kind for kind, _ in items}
-            if type(value) is tuple and kinds <= {CONSTANT, POOLED}:
-                return (POOLED, self._pooled(TUPLE, items)) if POOLED in kinds else self._constant(value)
-            self.built.append((TUPLE if type(value) is tuple else LIST, 0, items))
-            return BUILT, len(self.pool) + len(self.built) - 1
-        return self._constant(value)
+            return NUMBER, self.numbers.setdefault(value.expression, len(self.numbers))
+        if not isinstance(value, (tuple, list)):
+            return self._constant(value)
+        items, kind = tuple(map(self._operand, value)), LIST if type(value) is list else TUPLE
+        kinds = {each for each, _ in items}
+        if kind == TUPLE and kinds <= {CONSTANT}:
+            return self._constant(value)
+        if kind == TUPLE and items in self.sizes:
+            return self.sizes[items]
+        made, self.slots = (SLOT, self.slots), self.slots + 1
+        self.steps.append(_Step(kind, None, (), items, (0,), (made,)))
+        if kind == TUPLE and SLOT not in kinds:
+            self.sizes[items] = made
+        return made
 
-    def _constant(self, value: Any) -> tuple[int, int]:
-        self.constants.append(value)
-        return CONSTANT, len(self.constants) - 1
+    def _constant(self, value: Any) -> Operand:
+        number = next((i for i, known in enumerate(self.constants) if known is value), len(self.constants))
+        self.constants += [value] * (number == len(self.constants))
+        return CONSTANT, number
 
-    def _pooled(self, kind: int, of: Any) -> int:
-        return self.pool.setdefault((kind, of), len(self.pool))
+    def _call(self, step: Call) -> None:
+        operands = tuple(map(self._operand, step.arguments))
+        items, slots = [item + 1 for item, _ in step.kept], [(SLOT, slot) for _, slot in step.kept]
+        self.steps.append(_Step(CALL, step.function, step.names, operands, tuple(items), tuple(slots)))
 
-    def _step(self, i: int, step: Call | Kernel) -> tuple[Any, ...]:
-        if isinstance(step, Call):
-            arguments = tuple(map(self._operand, step.arguments))
-            return step.function, step.names, arguments, step.kept, self.drops[i], 0, 0, 0, ""
+    def _kernel(self, step: Kernel) -> None:
         binary = step.binary
-        grid = tuple([(True, self._word(GRID, v)) if isinstance(v, Number) else (False, v) for v in step.grid])
-        parameters = [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, step.arguments, strict=True)]
+        operands = [self._word(GRID, v) for v in step.grid]
+        operands += [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, step.arguments, strict=True)]
         for scratch in ("has_global_scratch", "has_profile_scratch"):
-            parameters += [(BYTES, 0, 0)] if getattr(binary, scratch, False) else []
-        self.kept.append(binary)
-        threads = WARP * binary.num_warps
-        return None, (), grid, tuple(parameters), self.drops[i], binary.function, threads, binary.shared, binary.name
+            operands += [self._word(ADDRESS, 0)] if getattr(binary, scratch, False) else []
+        self._constant(binary)
+        function = binary.function, WARP * binary.num_warps, binary.shared, binary.name
+        self.steps.append(_Step(KERNEL, function, (), tuple(operands), (), ()))
 
-    def _word(self, letter: str, number: Number) -> int:
-        return self.words.setdefault((letter, number.expression), len(self.words))
+    def _word(self, letter: str, value: Any) -> Operand:
+        if not isinstance(value, Number):
+            pack(letter, value)  # raises what no run would
+        expression = value.expression if isinstance(value, Number) else constant(value)
+        return WORD, self.words.setdefault((letter, expression), len(self.words))
 
-    def _parameter(self, letter: str, value: Any) -> tuple[int, int, int]:
+    def _parameter(self, letter: str, value: Any) -> Operand:
         if isinstance(value, Slot):
-            return POINTER, value.number, 0
-        if value is None:
-            return BYTES, 0, 0
+            return SLOT, value.number
         if isinstance(value, torch.Tensor):
-            self.kept.append(value)
-            return BYTES, 0, value.data_ptr()
-        if isinstance(value, Number):
-            return WORD, self._word(letter, value), 0
-        return BYTES, 0, int.from_bytes(pack(letter, value), "little")
-
-
-def _slots(value: Any) -> Iterator[int]:
-    if isinstance(value, Slot):
-        yield value.number
-    elif isinstance(value, (tuple, list)) and not isinstance(value, Number):
-        for item in value:
-            yield from _slots(item)
-
-
-def _drops(shown: Followed) -> list[tuple[int, ...]]:
-    """Return for each step the slots that no later one takes, and that aren't returned."""
-    last: dict[int, int] = {}
-    for i, step in enumerate(shown.steps):
-        last |= dict.fromkeys(_slots(step.arguments), i)
-        if isinstance(step, Call):
-            last |= dict.fromkeys([slot for _, slot in step.kept], i)
-    returned = set(_slots(shown.result))
-    drops: list[list[int]] = [[] for _ in shown.steps]
-    for slot, i in last.items():
-        if slot not in returned:
-            drops[i].append(slot)
-    return list(map(tuple, drops))
+            self._constant(value)
+        if letter == POINTER_LETTER:
+            return self._word(ADDRESS, 0 if value is None else value.data_ptr())
+        return self._word(letter, value)
 
 
 class Steps:
@@ -566,4 +573,4 @@ class Steps:
         device, arguments = self.device, _Builder(first).arguments(conditions)
         bound = device.index, device.current, device.stream_of, device.functions[0]
         self._before = self.runs
-        self._in_c = executable.implementation().steps(**arguments, device=bound, inputs=first.inputs)
+        self._in_c = executable.implementation().steps(**arguments, device=bound)

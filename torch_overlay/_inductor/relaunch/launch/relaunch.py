@@ -4,7 +4,7 @@
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.try_launch(inputs)               the outputs, or None where the graph can't be launched: on another device, in
                                           a capture by the caller, with a misaligned input, or with no list
-    call.aligned(inputs, positions, masks)  has no address of these inputs a bit in common with its mask?
+    call.aligned(inputs, pairs)           has no address a bit in common with its mask? pairs: (position, mask)
     call.launches, call.patched           number of launches, and of nodes set in all of them
 
 Note [A relaunch]
@@ -71,8 +71,7 @@ def bind(relaunch: Relaunch) -> Any:
     expressions = [slot.expression for slot in relaunch.template.numbers]
     stream, alloc, release = device.functions
     return launcher.make_call(
-        positions=layout.inputs,
-        masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
+        inputs=masks_of(layout, relaunch.alignments),
         allocations=tuple(map(layout.allocation, layout.own)),
         slab=((layout.saved_size,), (1,), torch.uint8) if layout.saved_size else None,
         types=tuple(types),
@@ -91,6 +90,11 @@ def bind(relaunch: Relaunch) -> Any:
         group="torch_overlay",
         counter="cudagraph_relaunches",
     )
+
+
+def masks_of(layout: OutputLayout, alignments: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return (position, bits that its address must not have) of each input that is a region."""
+    return tuple([(k, alignments[k] - 1) for k in layout.inputs])
 
 
 def _recipe(
