@@ -472,11 +472,11 @@ class TestExec(DriverCase):
         self.assertTrue(arguments)
 
     def test_regions_without_memory(self):
-        blocks = call_maker(self.module, 0, Template(2, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 1, 0),)))
-        with self.assertRaisesRegex(ValueError, "region 1 has no memory"):
+        blocks = call_maker(self.module, 0, Template(1, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 0, 0),)))
+        with self.assertRaisesRegex(ValueError, "region 0 has no memory"):
             relaunch_driver.call_of(blocks)  # the scratch
-        with self.assertRaisesRegex(ValueError, "region 2 has no memory"):
-            relaunch_driver.call_of(call_maker(self.module, 0, Template(3, (), ())))
+        with self.assertRaisesRegex(ValueError, "region 1 has no memory"):
+            relaunch_driver.call_of(call_maker(self.module, 0, Template(2, (), ())))
 
     def test_after_an_error_every_node_is_set(self):
         exec = self.pair()
@@ -494,14 +494,14 @@ class TestExec(DriverCase):
 
     def test_launcher_that_has_forgotten_its_nodes_launches_on(self):
         nodes = (kernel(0, word(1)), kernel(1, word(3)))
-        template = Template(3, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
+        template = Template(2, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
         part = mock.Mock(spec=Part)
         part.raw_cuda_graph_exec.return_value = relaunch_driver.EXECUTABLE
         with mock.patch.object(executable, "implementation", lambda: self.module):
             launcher = executable.Launcher(part, template, True)
         call = relaunch_driver.call_of(launcher.make_call, inputs=((0, 0),))
         launcher.forget()
-        self.assertEqual((launcher.template, launcher.nodes), (Template(3, (), ()), 2))
+        self.assertEqual((launcher.template, launcher.nodes), (Template(2, (), ()), 2))
         call.launch([relaunch_driver.At(0x7000)])
         self.assertEqual(self.set(), dict.fromkeys((0x1000, 0x1001), [word(0x7000).hex()]))
 
@@ -704,11 +704,14 @@ class TestArguments(TestCase):
             make(*args, **kwargs)
 
     def test_recipes(self):
-        vector, saved = ((4,), (1,), torch.uint8), (relaunch.SAVED, 0, None, (1,), (1,), 0)
-        self.call(recipes=(saved,), types=(torch.float32,), slab=vector, order=(0,))
+        slab, part = ((4,), (1,), torch.uint8), (relaunch.PART, 1, None, (1,), (1,), 0)
+        self.call(recipes=(part,), typed=((0, torch.float32),), allocations=(slab,), order=(0,))
         absent = "a recipe of an output names what isn't there"
-        self.check(ValueError, absent, self.call, recipes=(saved,), types=(torch.float32,))
-        self.check(ValueError, absent, self.call, recipes=(saved,), slab=vector, order=(0,))
+        self.check(ValueError, absent, self.call, recipes=(part,), allocations=(slab,), order=(0,))
+        for storage in (1, -1):
+            make = self.maker(typed=((storage, torch.float32),), allocations=(slab,), order=(0,))
+            self.check(ValueError, "a typed view of no storage", make)
+        self.check(TypeError, "typed view 0 must be a tuple, not int", self.call, typed=(0,))
         self.check(TypeError, "recipe 1 must be a tuple, not list", self.call, recipes=((0, 0, *[None] * 4), [0]))
         self.check(TypeError, "recipe 0 must be a tuple, not NoneType", self.call, recipes=(None,))
         self.check(TypeError, r"a recipe is \(kind, number, object, size", self.call, recipes=((0, 0),))
@@ -718,18 +721,19 @@ class TestArguments(TestCase):
 
     def test_allocations(self):
         self.check(TypeError, "allocation 0 must be a tuple, not int", self.call, allocations=(3,), order=(0,))
-        self.check(TypeError, "the slab must be a tuple, not int", self.call, slab=3, order=(0,))
-        self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
+        self.check(ValueError, "the order has a number that isn't there: 0", self.call, order=(0,))
+        self.check(ValueError, "so many regions are not allocated", self.call, scratch=8)
         vectors = (((4,), (1,), torch.uint8),) * 2
-        for order, wrong in (((0, 0), "names a region twice"), ((0, 2), "names a slab"), ((-1, 0), "a number that is")):
-            self.check(ValueError, f"the order .*{wrong}", self.call, allocations=vectors, order=order)
+        self.check(ValueError, "the order names a region twice", self.call, allocations=vectors, order=(0, 0))
+        for order in ((0, 2), (-1, 0)):
+            self.check(ValueError, "the order has a number that", self.call, allocations=vectors, order=order)
 
     @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
     def test_host_without_memory(self):
         import _testcapi
 
         vector = ((4,), (1,), torch.uint8)
-        make = self.maker(slab=vector, order=(0,), numbers=(((0, 0),), (1,), ((0, 0, 1),), ()))
+        make = self.maker(allocations=(vector,), order=(0,), numbers=(((0, 0),), (1,), ((0, 0, 1),), ()))
         for allocation in range(1, 40):
             _testcapi.set_nomemory(allocation, allocation + 1)
             try:

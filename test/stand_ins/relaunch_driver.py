@@ -184,8 +184,8 @@ def word(value: int) -> bytes:
 
 def call_arguments(**arguments: Any) -> dict[str, Any]:
     """Arguments of a call, with nothing where these say nothing. The executable is not launched."""
-    given: dict[str, Any] = dict.fromkeys(("empty", "reinterpret", "misaligned", "slab"))
-    given |= dict.fromkeys(("inputs", "allocations", "types", "order", "recipes"), ())
+    given: dict[str, Any] = dict.fromkeys(("empty", "reinterpret", "misaligned"))
+    given |= dict.fromkeys(("inputs", "allocations", "typed", "order", "recipes"), ())
     given |= {"scratch": 0, "numbers": ((),) * 4, "raw": (None, None, 0, 0), "device": (0, int, lambda index: 0, 0)}
     given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y"}
     return given | {"replay": lambda: None, "direct": False} | arguments

@@ -145,8 +145,8 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
    misaligned. `originals`: the caller's tensors where inputs are copies, or NULL. */
 static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
-    size_t regions = layout_regions(&self->layout), count = regions + (size_t)self->numbers.results;
-    Memory memory = {NULL, NULL, NULL};
+    size_t regions = scratch_region(&self->layout) + 1, count = regions + (size_t)self->numbers.results;
+    Memory memory = {NULL, NULL};
     PyObject *result = NULL;
     Handle stream = NULL;
     int code, is_captured = 0;
@@ -177,8 +177,7 @@ static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int
     }
     if (!originals || originals == Py_None) originals = inputs;
     if (!allocate_memory(&self->layout, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
-        && !free_scratch(&self->layout, &memory)
-        && (result = make_outputs(&self->outputs, originals, memory.storages, memory.slab))
+        && !free_scratch(&self->layout, &memory) && (result = make_outputs(&self->outputs, originals, memory.storages))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
 done:
@@ -194,10 +193,10 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(layout.empty),      AT(layout.storages), AT(layout.slab),   AT(layout.raw_alloc),
-                                 AT(layout.raw_delete), AT(outputs.types),   AT(outputs.empty), AT(outputs.reinterpret),
-                                 AT(counter.counters),  AT(counter.group),   AT(counter.name),  AT(replay),
-                                 AT(misaligned)};
+static const size_t objects[] = {AT(layout.empty),        AT(layout.storages),  AT(layout.raw_alloc),
+                                 AT(layout.raw_delete),   AT(outputs.typed),    AT(outputs.empty),
+                                 AT(outputs.reinterpret), AT(counter.counters), AT(counter.group),
+                                 AT(counter.name),        AT(replay),           AT(misaligned)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -238,12 +237,9 @@ static int read_numbers(Call *self, PyObject *numbers) {
 
 /* Each region that a node points into needs memory. */
 static int check_regions(const Call *self) {
-    const Layout *layout = &self->layout;
-    size_t slab = slab_region(layout), regions = layout_regions(layout);
-    for (size_t r = 0; r < self->blocks.regions; r++) {
-        int is_pointed = self->blocks.first[r] < self->blocks.first[r + 1];
-        int has_none = (r == slab && layout->slab == Py_None) || (r == slab + 1 && !layout->scratch);
-        if (r < regions && !(is_pointed && has_none)) continue;
+    size_t scratch = scratch_region(&self->layout), regions = scratch + (self->layout.scratch != 0);
+    for (size_t r = regions; r < self->blocks.regions; r++) {
+        if (r == scratch && self->blocks.first[r] == self->blocks.first[r + 1]) continue;
         PyErr_Format(PyExc_ValueError, "region %zu has no memory", r);
         return -1;
     }
@@ -251,10 +247,10 @@ static int check_regions(const Call *self) {
 }
 
 static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"exec",       "nodes",       "slots",       "regions", "words",   "rebuild", "by_graph",
-                            "inputs",     "allocations", "slab",        "types",   "scratch", "numbers", "order",
-                            "recipes",    "empty",       "reinterpret", "replay",  "direct",  "raw",     "device",
-                            "misaligned", "counters",    "group",       "counter", NULL};
+    static char *names[] = {"exec",     "nodes",       "slots",   "regions", "words",   "rebuild", "by_graph",
+                            "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
+                            "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
+                            "counters", "group",       "counter", NULL};
     PyObject *inputs, *numbers, *order, *recipes, *device;
     unsigned long long alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
@@ -268,10 +264,10 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     outputs = &self->outputs;
     counter = &self->counter;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KO!O!nO!OpO!O!OO!nOOO!OOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
+            args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
             &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
-            &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages, &layout->slab, &PyTuple_Type, &outputs->types,
-            &scratch, &numbers, &order, &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+            &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages, &PyTuple_Type, &outputs->typed, &scratch,
+            &numbers, &order, &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret, &self->replay,
             &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device, &self->misaligned,
             &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
@@ -287,8 +283,7 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout->release = (int (*)(Handle))(uintptr_t)release;
     if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
         || bind_inputs(self, inputs) || layout_init(layout, order)
-        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None, &self->least)
-        || check_regions(self)) {
+        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }
