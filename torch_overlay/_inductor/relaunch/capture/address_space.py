@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import struct
 from typing import Any
 
 import torch
@@ -107,7 +108,9 @@ class AddressSpace:
 
     def allocations(self, first: int = 0) -> list[tuple[int, int]]:
         """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
-        return self._last[1][first:] if self._range is None else self._module.allocations(self._range, first)
+        if self._range is None:
+            return self._last[1][first:]
+        return list(struct.iter_unpack("QQ", self._module.allocations(self._range, first)))
 
     def count(self) -> int:
         """Return the number of segments."""
