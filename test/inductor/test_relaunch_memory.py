@@ -971,7 +971,7 @@ class TestWhatPoolsKeep(unittest.TestCase):
             return segments[pool]
 
         recording = object.__new__(Recording)
-        recording._pools, recording.owner = pools, SimpleNamespace(is_unused=lambda pool: pool[1] % 2 == 0)
+        recording._used, recording.owner = pools, SimpleNamespace(is_unused=lambda pool: pool[1] % 2 == 0)
         with mock.patch.object(torch.cuda, "memory_snapshot", side_effect=snapshot) as taken:
             return recording._in_use(), taken.call_count
 

@@ -255,9 +255,9 @@ class TestNumbersInTheKey(NumbersTestCase):
         several.launchers.append(None)
         for kernel, why in (
             (half, "do not convert"),
-            (twice, "in an unknown way"),
-            (other, "static launcher"),
-            (several, "in an unknown way"),
+            (twice, "not launched once, by torch's static launcher"),
+            (other, "not launched once, by torch's static launcher"),
+            (several, "not launched once, by torch's static launcher"),
         ):
             counters.clear()
             found = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: n, scale=kernel)

@@ -45,7 +45,7 @@ from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES
 from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, LaunchedBy, POINTER_LETTER, replaced, show
 from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, plain, Traced
-from torch_overlay._inductor.relaunch.proof.functions import binary_of
+from torch_overlay._inductor.relaunch.proof.functions import static_binary_of
 
 
 if TYPE_CHECKING:
@@ -212,13 +212,9 @@ class Follower(TorchDispatchMode):
 
     def _kernel(self, kernel: Any, args: Any, kwargs: Any) -> Kernel | None:
         """Return a launch by torch's static launcher; None if it is another one."""
-        launchers = getattr(kernel, "launchers", ())
-        if len(launchers) != 1 or set(kwargs) != {"stream"} or not getattr(kernel, "_cache_eligible", False):
+        launcher, binary = static_binary_of(kernel)
+        if launcher is None or set(kwargs) != {"stream"} or not getattr(kernel, "_cache_eligible", False):
             return None
-        (launcher,) = launchers
-        if not getattr(launcher, "_is_static", False):
-            return None
-        binary = binary_of(launcher)
         letters = binary.arg_tys
         if not set(letters) <= {POINTER_LETTER, *TYPES} or not binary.function:
             return None
