@@ -21,6 +21,7 @@ from stand_ins.relaunch_driver import function, word
 from torch_overlay._inductor.relaunch import steps
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.numbers.traced import followed
 from torch_overlay._inductor.relaunch.steps import Steps
 
 
@@ -398,18 +399,17 @@ class Kernel:
 
 class TestKernels(StepsTestCase):
     def in_c(self, shown, conditions=(), current=lambda: 0):
-        arguments = steps._Builder(shown).arguments(conditions)
-        return relaunch_driver.module().steps(**arguments, device=(0, current, lambda index: 0x55, 0))
+        return relaunch_driver.module().steps(**shown.arguments(conditions), device=(0, current, lambda index: 0x55, 0))
 
-    def shown(
-        self,
-        grid=None,
-    ):
-        twice = steps.Number(("mul", N, ("const", 2, "")), False)
-        blocks = steps.Number(("floordiv", ("add", N, ("const", 127, "")), ("const", 128, "")), False)
-        arguments = steps.Slot(1), None, twice, 5
-        kernel = steps.Kernel(Kernel(), grid or (blocks, 1, 1), arguments)
-        return steps.Followed([kernel], steps.Slot(1), 2, 2, {0: 300}, {})
+    def shown(self):
+        """A launch that a call with 300 and a tensor makes."""
+        shown, n, x = steps.Shown(), followed(300, N), torch.zeros(4)
+        shown.inputs = 2
+        for value in (n, x):
+            shown.add(value)
+        self.assertTrue(shown.note_kernel(Kernel(), ((n + 127) // 128, 1, 1), (x, None, n * 2, 5)))
+        shown.result = shown.operand(x)
+        return shown
 
     def launched(self, in_c, inputs):
         driver = relaunch_driver.driver()
@@ -450,7 +450,7 @@ class TestKernels(StepsTestCase):
         self.assertEqual([line[0] for line in self.launched(in_c, [300, torch.zeros(4)])], ["context", "run"])
 
     def test_steps_that_name_what_is_not_there(self):
-        arguments = steps._Builder(self.shown()).arguments(())
+        arguments = self.shown().arguments(())
         (step,) = arguments["steps"]
         for position, wrong, error in (
             (0, 4, "a step of an unknown kind"),
