@@ -41,7 +41,6 @@ from torch_overlay._inductor.relaunch.causes import COMMUNICATION
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
-from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -60,12 +59,9 @@ exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = [
 def capture_stream(index: int, number: int = 0) -> torch.cuda.Stream:
     """Return one of the streams of a device that only captures use. They are made when they are first needed, and
     kept."""
-    from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
-
+    driver = Driver()
     with torch.cuda.device(index):
-        code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    if int(code):
-        raise DriverError("cuStreamCreate", int(code), code.name)
+        handle = driver.call("cuStreamCreate", driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     return torch.cuda.ExternalStream(int(handle), device=index)
 
 
