@@ -181,10 +181,10 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(layout.empty),        AT(layout.storages),  AT(layout.raw_alloc),
-                                 AT(layout.raw_delete),   AT(outputs.typed),    AT(outputs.empty),
-                                 AT(outputs.reinterpret), AT(counter.counters), AT(counter.group),
-                                 AT(counter.name),        AT(replay),           AT(misaligned)};
+static const size_t objects[] = {
+    AT(layout.empty),    AT(layout.storages), AT(layout.raw_alloc),    AT(layout.raw_delete), AT(outputs.typed),
+    AT(outputs.recipes), AT(outputs.empty),   AT(outputs.reinterpret), AT(counter.counters),  AT(counter.group),
+    AT(counter.name),    AT(replay),          AT(misaligned)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -239,7 +239,7 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
                             "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
                             "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
                             "counters", "group",       "counter", NULL};
-    PyObject *inputs, *numbers, *order, *recipes, *device;
+    PyObject *inputs, *numbers, *order, *device;
     unsigned long long alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     Layout *layout;
@@ -255,7 +255,7 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
             args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
             &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
             &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages, &PyTuple_Type, &outputs->typed, &scratch,
-            &numbers, &order, &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+            &numbers, &order, &PyTuple_Type, &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
             &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device, &self->misaligned,
             &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
@@ -271,7 +271,7 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout->release = (int (*)(Handle))(uintptr_t)release;
     if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
         || bind_inputs(self, inputs) || layout_init(layout, order)
-        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
+        || outputs_init(outputs, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }

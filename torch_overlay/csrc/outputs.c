@@ -23,41 +23,27 @@ static int read_typed(Outputs *self, Py_ssize_t storages) {
     return 0;
 }
 
-int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, Py_ssize_t *least) {
-    Py_ssize_t count = PyTuple_GET_SIZE(recipes), parts = storages + PyTuple_GET_SIZE(self->typed);
+int outputs_init(Outputs *self, Py_ssize_t storages, Py_ssize_t *least) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->recipes), parts = storages + PyTuple_GET_SIZE(self->typed);
     if (read_typed(self, storages) || !(self->recipe = zeros(count, sizeof *self->recipe))) return -1;
-    self->recipes = count;
     for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GET_ITEM(self->recipes, i);
         Recipe *each = &self->recipe[i];
-        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1, 1};
-        if (!is_tuple(PyTuple_GET_ITEM(recipes, i), "recipe", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i),
-                                 "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind, &n,
-                                 &each->object, &each->size, &each->stride, &each->offset)) {
-            memset(each, 0, sizeof *each);
+        Py_ssize_t ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1, 1};
+        if (!is_tuple(item, "recipe", i)
+            || !PyArg_ParseTuple(item, "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind,
+                                 &each->number, &each->object, &each->size, &each->stride, &each->offset))
             return -1;
-        }
-        each->number = n;
-        Py_INCREF(each->object);
-        Py_INCREF(each->size);
-        Py_INCREF(each->stride);
-        Py_INCREF(each->offset);
-        if (each->kind < GIVEN || each->kind > MADE || n < 0 || n >= ends[each->kind])
+        if (each->kind < GIVEN || each->kind > MADE || each->number < 0 || each->number >= ends[each->kind])
             return refuse("a recipe of an output names what isn't there");
         if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
-        if (each->kind == SAME && n >= *least) *least = n + 1; /* inputs that are no region may come last */
+        if (each->kind == SAME && each->number >= *least)
+            *least = each->number + 1; /* inputs that are no region may come last */
     }
     return 0;
 }
 
 void outputs_clear(Outputs *self) {
-    for (Py_ssize_t i = 0; i < self->recipes; i++) {
-        Recipe *each = &self->recipe[i];
-        Py_XDECREF(each->object);
-        Py_XDECREF(each->size);
-        Py_XDECREF(each->stride);
-        Py_XDECREF(each->offset);
-    }
     PyMem_Free(self->recipe);
     PyMem_Free(self->viewed);
 }
@@ -83,13 +69,13 @@ static PyObject *typed_views(const Outputs *self, PyObject *storages) {
 
 PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages) {
     PyObject *result, *typed, *args[] = {source, storages};
-    Py_ssize_t count = PyTuple_GET_SIZE(storages);
+    Py_ssize_t count = PyTuple_GET_SIZE(storages), recipes = PyTuple_GET_SIZE(self->recipes);
     if (!(typed = typed_views(self, storages))) return NULL;
-    if (!(result = PyTuple_New(self->recipes))) {
+    if (!(result = PyTuple_New(recipes))) {
         Py_DECREF(typed);
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < self->recipes; i++) {
+    for (Py_ssize_t i = 0; i < recipes; i++) {
         const Recipe *each = &self->recipe[i];
         Py_ssize_t n = each->number;
         PyObject *out = NULL;
