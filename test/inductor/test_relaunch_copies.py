@@ -135,8 +135,8 @@ class TestRebuild(TestCase):
         self.enterContext(mock.patch.object(executable, "upload", lambda graph: self.calls.append("upload")))
         self.enterContext(mock.patch("torch.cuda.synchronize", lambda: self.calls.append("synchronize")))
         blocks = executable.call_maker(relaunch_driver.module(), 100, given, self.rebuild)
-        positions = tuple(range(given.regions))
-        call = relaunch_driver.call_of(blocks, positions=positions, masks=(0,) * given.regions, direct=True)
+        inputs = tuple((k, 0) for k in range(given.regions))
+        call = relaunch_driver.call_of(blocks, inputs=inputs, direct=True)
         return lambda *addresses: call.launch([At(address) for address in addresses])
 
     def driven(self) -> list[tuple[Any, ...]]:

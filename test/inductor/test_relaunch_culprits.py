@@ -284,11 +284,11 @@ class TestCulprit(RelaunchTestCase, Private):
         scope = {"torch": torch, "STATE": STATE}
         lines = ("STATE['nodes'].append(10)", "y = torch.ops.culprits.waits(x)", "STATE['nodes'].append(30)")
         exec("def region(x):\n    " + "\n    ".join(lines), scope)
-        with culprit.Launchers(scope, lambda: list(STATE["nodes"])) as launchers:
+        with culprit.Suspects(scope, lambda: False, nodes=lambda: list(STATE["nodes"])) as suspects:
             scope["region"](torch.randn(2))
         self.assertEqual(STATE["nodes"], [10, 20, 30])
-        self.assertEqual(launchers.culprit(20, "did it"), culprit.Culprit("culprits::waits.default", "", "did it"))
-        self.assertEqual([launchers.culprit(node, "") for node in (10, 30)], [None, None])
+        self.assertEqual(suspects.launcher(20, "did it"), culprit.Culprit("culprits::waits.default", "", "did it"))
+        self.assertEqual([suspects.launcher(node, "") for node in (10, 30)], [None, None])
 
     @parametrize("node", ["0 (kernel)", "2 (kernel)", "17 (kernel)", "", "all"])
     def test_product_whose_kernel_the_proof_refuses_is_not_split_off(self, node):

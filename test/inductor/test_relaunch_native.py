@@ -75,6 +75,9 @@ class TestRanges(DriverCase):
     def allocate(self, *sizes, device=0):
         return [self.alloc(size, device, None) for size in sizes]
 
+    def allocations(self, made, first=0):
+        return list(struct.iter_unpack("QQ", self.module.allocations(made, first)))
+
     def fill(self, *sizes, gap=1, device=0, bytes=1 << 40, block=0):
         """A range with these allocations, no longer in use."""
         made = self.module.reserve(device, bytes, gap, block)
@@ -95,7 +98,7 @@ class TestRanges(DriverCase):
             low, high = self.module.state(made)[:2]
             distances = [b - a - gap * GAP for a, b in zip([low, *addresses], [*addresses, high])]
             self.assertEqual(distances, [0, 512, 2 * MiB, 5 * MiB])
-            self.assertEqual(self.module.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
+            self.assertEqual(self.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
             self.drop(made, addresses)
 
     def test_stack_is_cleared_as_far_as_the_thread_has_one(self):
@@ -138,9 +141,9 @@ class TestRanges(DriverCase):
     def test_taken_addresses_are_nobodys_to_free(self):
         made = self.module.reserve(0, 1 << 40)
         addresses = [self.module.take(made, size) for size in (0, 100)]
-        self.assertEqual(self.module.allocations(made), list(zip(addresses, (0, 100))))
-        self.assertEqual(self.module.allocations(made, 1), [(addresses[1], 100)])
-        self.assertEqual(self.module.allocations(made, 2), [])
+        self.assertEqual(self.allocations(made), list(zip(addresses, (0, 100))))
+        self.assertEqual(self.allocations(made, 1), [(addresses[1], 100)])
+        self.assertEqual(self.allocations(made, 2), [])
         self.assertEqual(self.module.state(made)[2], 2)
         self.module.seal(made)
         with self.assertRaisesRegex(RuntimeError, "the range is sealed, for an allocation of 5 bytes"):
@@ -264,7 +267,7 @@ class TestRanges(DriverCase):
             result.extend(self.allocate(100))
 
         self.run_in_thread(allocate)
-        self.assertEqual(self.module.allocations(made), [(result[0], 100)])
+        self.assertEqual(self.allocations(made), [(result[0], 100)])
 
         def allocate_in_the_other():
             self.module.use(other)
@@ -308,7 +311,7 @@ class TestRanges(DriverCase):
             (address,) = self.allocate(size)
             self.assertIsNotNone(address)
             self.module.use(None)
-            self.assertEqual(self.module.allocations(made), [(address, size)])
+            self.assertEqual(self.allocations(made), [(address, size)])
             self.drop(made, [address])
 
     def test_failed_reservation_says_which_call_failed(self):
@@ -367,7 +370,7 @@ class TestRanges(DriverCase):
             thread.join()
         spans = []
         for one, addresses in made.values():
-            self.assertEqual(self.module.allocations(one), list(zip(addresses, sizes)))
+            self.assertEqual(self.allocations(one), list(zip(addresses, sizes)))
             spans += [(address, address + size) for address, size in zip(addresses, sizes)]
         spans.sort()
         self.assertTrue(all(end < start for (_, end), (start, _) in zip(spans, spans[1:])))
@@ -472,11 +475,11 @@ class TestExec(DriverCase):
         self.assertTrue(arguments)
 
     def test_regions_without_memory(self):
-        blocks = call_maker(self.module, 0, Template(2, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 1, 0),)))
-        with self.assertRaisesRegex(ValueError, "region 1 has no memory"):
+        blocks = call_maker(self.module, 0, Template(1, (kernel(0, word(1)),), (PointerSlot(0, 0, 0, 0, 0),)))
+        with self.assertRaisesRegex(ValueError, "region 0 has no memory"):
             relaunch_driver.call_of(blocks)  # the scratch
-        with self.assertRaisesRegex(ValueError, "region 2 has no memory"):
-            relaunch_driver.call_of(call_maker(self.module, 0, Template(3, (), ())))
+        with self.assertRaisesRegex(ValueError, "region 1 has no memory"):
+            relaunch_driver.call_of(call_maker(self.module, 0, Template(2, (), ())))
 
     def test_after_an_error_every_node_is_set(self):
         exec = self.pair()
@@ -494,14 +497,14 @@ class TestExec(DriverCase):
 
     def test_launcher_that_has_forgotten_its_nodes_launches_on(self):
         nodes = (kernel(0, word(1)), kernel(1, word(3)))
-        template = Template(3, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
+        template = Template(2, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
         part = mock.Mock(spec=Part)
         part.raw_cuda_graph_exec.return_value = relaunch_driver.EXECUTABLE
         with mock.patch.object(executable, "implementation", lambda: self.module):
             launcher = executable.Launcher(part, template, True)
-        call = relaunch_driver.call_of(launcher.make_call, positions=(0,), masks=(0,))
+        call = relaunch_driver.call_of(launcher.make_call, inputs=((0, 0),))
         launcher.forget()
-        self.assertEqual((launcher.template, launcher.nodes), (Template(3, (), ()), 2))
+        self.assertEqual((launcher.template, launcher.nodes), (Template(2, (), ()), 2))
         call.launch([relaunch_driver.At(0x7000)])
         self.assertEqual(self.set(), dict.fromkeys((0x1000, 0x1001), [word(0x7000).hex()]))
 
@@ -573,7 +576,7 @@ class TestExec(DriverCase):
         for bad in (PointerSlot(0, 0, 1, 0, 0), PointerSlot(0, 0, -8, 0, 0)):
             with self.assertRaisesRegex(ValueError, r"node 0 \(kernel_0\), parameter 0: no pointer slot at "):
                 self.make([kernel(0, word(1))], [bad], 1)
-        with self.assertRaisesRegex(ValueError, "a pointer slot lies outside of its node or region"):
+        with self.assertRaisesRegex(ValueError, "pointer slot has a number that isn't there: 1"):
             self.make([kernel(0, word(1))], [PointerSlot(0, 0, 0, 1, 0)], 1)
 
     def test_thread_without_a_context_gets_the_executables(self):
@@ -695,20 +698,23 @@ class TestArguments(TestCase):
 
     def blocks(self, nodes, slots=(), regions=0, words=()):
         """Make a call whose regions are its inputs."""
-        inputs = {"positions": tuple(range(regions)), "masks": (0,) * regions}
+        inputs = tuple((k, 0) for k in range(regions))
         numbers = ((0, 0),), (), (), (0,) * len(words)
-        self.call(nodes=nodes, slots=slots, regions=regions, words=words, numbers=numbers, **inputs)
+        self.call(nodes=nodes, slots=slots, regions=regions, words=words, numbers=numbers, inputs=inputs)
 
     def check(self, kind, message, make, *args, **kwargs):
         with self.assertRaisesRegex(kind, message):
             make(*args, **kwargs)
 
     def test_recipes(self):
-        vector, saved = ((4,), (1,), torch.uint8), (relaunch.SAVED, 0, None, (1,), (1,), 0)
-        self.call(recipes=(saved,), types=(torch.float32,), slab=vector, order=(0,))
+        slab, part = ((4,), (1,), torch.uint8), (relaunch.PART, 1, None, (1,), (1,), 0)
+        self.call(recipes=(part,), typed=((0, torch.float32),), allocations=(slab,), order=(0,))
         absent = "a recipe of an output names what isn't there"
-        self.check(ValueError, absent, self.call, recipes=(saved,), types=(torch.float32,))
-        self.check(ValueError, absent, self.call, recipes=(saved,), slab=vector, order=(0,))
+        self.check(ValueError, absent, self.call, recipes=(part,), allocations=(slab,), order=(0,))
+        for storage in (1, -1):
+            make = self.maker(typed=((storage, torch.float32),), allocations=(slab,), order=(0,))
+            self.check(ValueError, "a typed view of no storage", make)
+        self.check(TypeError, "typed view 0 must be a tuple, not int", self.call, typed=(0,))
         self.check(TypeError, "recipe 1 must be a tuple, not list", self.call, recipes=((0, 0, *[None] * 4), [0]))
         self.check(TypeError, "recipe 0 must be a tuple, not NoneType", self.call, recipes=(None,))
         self.check(TypeError, r"a recipe is \(kind, number, object, size", self.call, recipes=((0, 0),))
@@ -718,20 +724,19 @@ class TestArguments(TestCase):
 
     def test_allocations(self):
         self.check(TypeError, "allocation 0 must be a tuple, not int", self.call, allocations=(3,), order=(0,))
-        self.check(TypeError, "the slab must be a tuple, not int", self.call, slab=3, order=(0,))
-        self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
+        self.check(ValueError, "the order has a number that isn't there: 0", self.call, order=(0,))
+        self.check(ValueError, "so many regions are not allocated", self.call, scratch=8)
         vectors = (((4,), (1,), torch.uint8),) * 2
-        for order in ((0, 0), (0, 2), (-1, 0)):
-            self.check(
-                ValueError, "the order names a region twice, or none", self.call, allocations=vectors, order=order
-            )
+        self.check(ValueError, "the order names a region twice", self.call, allocations=vectors, order=(0, 0))
+        for order in ((0, 2), (-1, 0)):
+            self.check(ValueError, "the order has a number that", self.call, allocations=vectors, order=order)
 
     @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
     def test_host_without_memory(self):
         import _testcapi
 
         vector = ((4,), (1,), torch.uint8)
-        make = self.maker(slab=vector, order=(0,), numbers=(((0, 0),), ((0, 1),), ((0, 0, 1),), ()))
+        make = self.maker(allocations=(vector,), order=(0,), numbers=(((0, 0),), (1,), ((0, 0, 1),), ()))
         for allocation in range(1, 40):
             _testcapi.set_nomemory(allocation, allocation + 1)
             try:
@@ -745,39 +750,42 @@ class TestArguments(TestCase):
         def run(inputs=(), constants=(), steps=(), results=()):
             self.call(numbers=(inputs, constants, steps, results))
 
-        run(((0, 0),), ((1, 0.5),), ((13, 0, 0), (6, 1, 2), (14, 0, 0), (17, 0, 0), (11, 1, 1)))
+        run(((0, 0),), (0.5,), ((13, 0, 0), (6, 1, 2), (14, 0, 0), (17, 0, 0), (11, 1, 1)))
         self.check(TypeError, "the numbers must be a tuple, not int", self.call, numbers=3)
         self.check(TypeError, r"numbers are \(inputs, constants", self.call, numbers=((), ()))
         self.check(TypeError, "number 0 must be a tuple, not int", run, (3,))
         for position in (-1, sys.maxsize):
-            self.check(ValueError, "a number at a position that no list has", run, ((position, 0),))
+            self.check(ValueError, f"number has a number that isn't there: {position}", run, ((position, 0),))
         run(((sys.maxsize - 1, 0),))
-        self.check(TypeError, "constant 0 must be a tuple", run, (), ([0, 1],))
-        self.check(OverflowError, "", run, (), ((0, 1 << 63),))
+        self.check(TypeError, "cannot be interpreted as an integer", run, (), ([0, 1],))
+        self.check(OverflowError, "", run, (), (1 << 63,))
         self.check(TypeError, "step 0 must be a tuple", run, (), (), (None,))
-        wrong = "a step of numbers takes what isn't there, or has another type"
-        for step in ((0, 0, 1), (18, 0, 0), (11, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
+        absent, wrong = "has a number that isn't there", "a step of numbers takes a number of another type"
+        for step in ((0, 0, 1), (18, 0, 0), (-1, 0, 0), (0, 0, -1)):
+            self.check(ValueError, f"step {absent}", run, ((0, 0),), (), (step,))
+        for step in ((11, 0, 0), (6, 0, 0)):
             self.check(ValueError, wrong, run, ((0, 0),), (), (step,))
-        self.check(ValueError, wrong, run, ((0, 0),), ((1, 0.5),), ((0, 0, 1),))
-        self.check(ValueError, "a result of numbers that nothing computes", run, ((0, 0),), (), (), (1,))
+        self.check(ValueError, wrong, run, ((0, 0),), (0.5,), ((0, 0, 1),))
+        self.check(ValueError, f"a result {absent}: 1", run, ((0, 0),), (), (), (1,))
         self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
 
     def test_positions_of_inputs(self):
         make = functools.partial(self.call, regions=1)
         for position in (-1, sys.maxsize):
-            absent = "an input at a position that no list has"
-            self.check(ValueError, absent, make, positions=(position,), masks=(0,))
-        for masks, positions in (((), (0,)), ((0, 0), (0, 0))):
-            self.check(ValueError, "so many inputs are no regions", make, positions=positions, masks=masks)
+            absent = f"input has a number that isn't there: {position}"
+            self.check(ValueError, absent, make, inputs=((position, 0),))
+        self.check(ValueError, "so many inputs are no regions", make, inputs=((0, 0), (0, 0)))
+        self.check(TypeError, "input 0 must be a tuple, not int", make, inputs=(0,))
 
     def test_number_slots(self):
         make = self.blocks
         node = (0, 0x1000, 0, "a node", bytes(144), (128,))
         make((node,), (), 0, ((0, 128, 3),))
         self.check(TypeError, "number slot 0 must be a tuple", make, (node,), (), 0, (3,))
-        outside = "a number slot lies outside of its node, or has an unknown type"
-        for slot in ((0, 141, 2), (1, 128, 0), (0, 128, 10), (0, 128, -1)):
-            self.check(ValueError, outside, make, (node,), (), 0, (slot,))
+        absent, outside = "number slot has a number that isn't there", "a number slot lies outside of its node"
+        self.check(ValueError, outside, make, (node,), (), 0, ((0, 141, 2),))
+        for slot in ((1, 128, 0), (0, 128, 10), (0, 128, -1)):
+            self.check(ValueError, absent, make, (node,), (), 0, (slot,))
         fill = (1, 0x1000, 0, "a node", bytes(40), ())
         self.check(ValueError, outside, make, (fill,), (), 0, ((0, 0, 0),))
 
@@ -787,9 +795,9 @@ class TestArguments(TestCase):
         self.check(TypeError, "node 1 must be a tuple, not list", make, (self.NODE, list(self.NODE)))
         self.check(TypeError, r"a node is \(kind, handle, context, label", make, (self.NODE[:3],))
         self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, (self.NODE,), (0,), 1)
-        self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, (self.NODE,), ((0, 0),), 1)
+        self.check(TypeError, "pointer slot 0 must have 4 numbers", make, (self.NODE,), ((0, 0),), 1)
         far = (*self.NODE[:5], (73,))
-        self.check(ValueError, "an argument lies outside of its block", make, (far,))
+        self.check(ValueError, "an argument of a block has a number that isn't there: 73", make, (far,))
 
     def test_block_that_is_smaller_than_the_drivers_struct(self):
         for kind, size in ((0, 72), (1, 40), (2, 200)):
@@ -910,7 +918,7 @@ class TestOnAGpu(TestCase):
         proven = prove.prove(first, second)
         graph.instantiate()
         blocks = call_maker(module, graph.raw_cuda_graph_exec(), proven)
-        call = relaunch_driver.call_of(blocks, positions=(0, 1, 2, 3), masks=(0,) * 4, replay=graph.replay)
+        call = relaunch_driver.call_of(blocks, inputs=tuple((k, 0) for k in range(4)), replay=graph.replay)
         del second_graph
         a.close()
         b.close()

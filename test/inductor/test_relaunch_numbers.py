@@ -255,9 +255,9 @@ class TestNumbersInTheKey(NumbersTestCase):
         several.launchers.append(None)
         for kernel, why in (
             (half, "do not convert"),
-            (twice, "in an unknown way"),
-            (other, "static launcher"),
-            (several, "in an unknown way"),
+            (twice, "not launched once, by torch's static launcher"),
+            (other, "not launched once, by torch's static launcher"),
+            (several, "not launched once, by torch's static launcher"),
         ):
             counters.clear()
             found = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: n, scale=kernel)
@@ -367,7 +367,7 @@ class TestExpressions(RelaunchTestCase):
     def test_constants_of_equal_value_are_told_apart(self):
         n = Traced.input(0, 1.0)
         program = RegisterProgram.of([(n * 0.0).expression, (n * -0.0).expression, (n + 0).expression])
-        self.assertEqual([repr(value) for _, value in program.constants], ["0.0", "-0.0", "0"])
+        self.assertEqual(list(map(repr, program.constants)), ["0.0", "-0.0", "0"])
 
     def test_nothing_uses_a_traced_number_unnoticed(self):
         n = Traced.input(3, 5)

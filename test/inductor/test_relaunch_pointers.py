@@ -86,17 +86,19 @@ class TestPointers(TestCase):
         cases += [((), (), True), ((3, 0), (3, 15), True)]
         aligned = self.native_aligned()
         for positions, masks, expected in cases:
-            self.assertIs(aligned(given, positions, masks), expected)
+            self.assertIs(aligned(given, tuple(zip(positions, masks))), expected)
 
     def test_aligned_with_positions_that_are_not_there(self):
         aligned = self.native_aligned()
-        for positions in ((1,), (-1,)):
-            with self.assertRaises(IndexError):
-                aligned([torch.ones(2)], positions, (15,))
-        with self.assertRaisesRegex(TypeError, "two tuples of one length"):
-            aligned([torch.ones(2)], (0,), ())
+        for position in (1, -1):
+            with self.assertRaisesRegex(ValueError, f"input has a number that isn't there: {position}"):
+                aligned([torch.ones(2)], ((position, 15),))
+        with self.assertRaisesRegex(TypeError, "a list of tensors, and a tuple of"):
+            aligned([torch.ones(2)], 0)
+        with self.assertRaisesRegex(TypeError, "input 0 must have 2 numbers"):
+            aligned([torch.ones(2)], ((0,),))
         with self.assertRaises(AttributeError):
-            aligned([5], (0,), (15,))
+            aligned([5], ((0, 15),))
 
     def native_aligned(self):
         """By a call that is never made."""

@@ -21,6 +21,7 @@ from stand_ins.relaunch_driver import function, word
 from torch_overlay._inductor.relaunch import steps
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.launch import executable
+from torch_overlay._inductor.relaunch.numbers.traced import followed
 from torch_overlay._inductor.relaunch.steps import Steps
 
 
@@ -398,20 +399,17 @@ class Kernel:
 
 class TestKernels(StepsTestCase):
     def in_c(self, shown, conditions=(), current=lambda: 0):
-        arguments = steps._Builder(shown).arguments(conditions)
-        return relaunch_driver.module().steps(
-            **arguments, device=(0, current, lambda index: 0x55, 0), inputs=shown.inputs
-        )
+        return relaunch_driver.module().steps(**shown.arguments(conditions), device=(0, current, lambda index: 0x55, 0))
 
-    def shown(
-        self,
-        grid=None,
-    ):
-        twice = steps.Number(("mul", N, ("const", 2, "")), False)
-        blocks = steps.Number(("floordiv", ("add", N, ("const", 127, "")), ("const", 128, "")), False)
-        arguments = steps.Slot(1), None, twice, 5
-        kernel = steps.Kernel(Kernel(), grid or (blocks, 1, 1), arguments)
-        return steps.Followed([kernel], steps.Slot(1), 2, 2, {0: 300}, {})
+    def shown(self):
+        """A launch that a call with 300 and a tensor makes."""
+        shown, n, x = steps.Shown(), followed(300, N), torch.zeros(4)
+        shown.inputs = 2
+        for value in (n, x):
+            shown.add(value)
+        self.assertTrue(shown.note_kernel(Kernel(), ((n + 127) // 128, 1, 1), (x, None, n * 2, 5)))
+        shown.result = shown.operand(x)
+        return shown
 
     def launched(self, in_c, inputs):
         driver = relaunch_driver.driver()
@@ -450,6 +448,23 @@ class TestKernels(StepsTestCase):
         library.forget_context()
         self.addCleanup(library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
         self.assertEqual([line[0] for line in self.launched(in_c, [300, torch.zeros(4)])], ["context", "run"])
+
+    def test_steps_that_name_what_is_not_there(self):
+        arguments = self.shown().arguments(())
+        (step,) = arguments["steps"]
+        for position, wrong, error in (
+            (0, 4, "a step of an unknown kind"),
+            (1, (1, 2), "a kernel is"),
+            (3, (5,) * 3, "a grid is made of words"),
+            (3, (0, 0), "no three dimensions"),
+            (3, (0, 0, 0, 99), "an operand has a number that isn't there: 99"),
+            (5, (0,), "a result has a number that isn't there: 0"),
+            (6, (-1,), "what is dropped has a number that isn't there: -1"),
+            (4, (0,), "other items than results"),
+        ):
+            changed = (*step[:position], wrong, *step[position + 1 :])
+            with self.assertRaisesRegex((ValueError, TypeError), error):
+                relaunch_driver.module().steps(**arguments | {"steps": (changed,)}, device=(0, int, int, 0))
 
     def test_error_of_the_driver(self):
         in_c = self.in_c(self.shown())

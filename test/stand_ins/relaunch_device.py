@@ -264,7 +264,7 @@ class Recording:
         made = len(apart.segments), sum(apart.segments.values())
         apart.count, apart.requested = made if asked is None else asked
 
-    def new_pool(self) -> Any:
+    def pool(self) -> Any:
         return object()
 
     def within(self, pool: Any) -> Any:

@@ -184,8 +184,8 @@ def word(value: int) -> bytes:
 
 def call_arguments(**arguments: Any) -> dict[str, Any]:
     """Arguments of a call, with nothing where these say nothing. The executable is not launched."""
-    given: dict[str, Any] = dict.fromkeys(("empty", "reinterpret", "misaligned", "slab"))
-    given |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
+    given: dict[str, Any] = dict.fromkeys(("empty", "reinterpret", "misaligned"))
+    given |= dict.fromkeys(("inputs", "allocations", "typed", "order", "recipes"), ())
     given |= {"scratch": 0, "numbers": ((),) * 4, "raw": (None, None, 0, 0), "device": (0, int, lambda index: 0, 0)}
     given |= {"counters": {"x": {"y": 0}}, "group": "x", "counter": "y"}
     return given | {"replay": lambda: None, "direct": False} | arguments
@@ -212,7 +212,7 @@ class Patched:
     def __init__(self, nodes: Any, slots: Any, regions: int, rebuild: Any = None) -> None:
         template = Template(regions, tuple(nodes), tuple(slots))
         make_call = executable.call_maker(module(), EXECUTABLE, template, rebuild)
-        self.call = call_of(make_call, positions=tuple(range(regions)), masks=(0,) * regions)
+        self.call = call_of(make_call, inputs=tuple((k, 0) for k in range(regions)))
 
     def patch(self, inputs: Any) -> int:
         before = self.call.patched

@@ -56,7 +56,7 @@ class TestPackage(TestCase):
             module = relaunch_driver.module()
             space = module.reserve(0, 1 << 20)
             address = module.take(space, 4096)
-            assert module.allocations(space) == [(address, 4096)]
+            assert module.allocations(space) == b"".join(n.to_bytes(8, "little") for n in (address, 4096))
             module.release(space)
             assert relaunch_driver.driver().left() == (0, 0, 0)
             """,

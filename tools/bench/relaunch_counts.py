@@ -85,5 +85,5 @@ def figures(name: str) -> records.Figures:
     counted["pointer slots"] = sum(launcher.slots for launcher in device.launchers)
     counted["outputs"] = sum(s.size for layout in layouts for s in layout.storages)
     counted["scratch"] = sum(layout.scratch_size for layout in layouts)
-    counted["allocations"] = sum(len(layout.own) + bool(layout.scratch_size) for layout in layouts)
+    counted["allocations"] = sum(len(layout.storages) + bool(layout.scratch_size) for layout in layouts)
     return {"exact": {key: [value] for key, value in counted.items()}}

@@ -227,7 +227,7 @@ static int map(Range *range, Address end, const char **what) {
 }
 
 /* Notes why an allocation failed, for torch only says that it did. `code` 0: no driver error. Returns NULL. */
-static void *refuse(Range *range, size_t size, const char *what, int code) {
+static void *fail(Range *range, size_t size, const char *what, int code) {
     if (code)
         snprintf(range->error, sizeof range->error, "CUDA driver error in %s: %s (%d), for an allocation of %zu bytes",
                  what, text_of(code), code, size);
@@ -241,13 +241,13 @@ static void *allocate(Range *range, size_t size) {
     Address address = range->top + gap;
     const char *what = "";
     int code = 0;
-    if (range->sealed) return refuse(range, size, "the range is sealed", 0);
+    if (range->sealed) return fail(range, size, "the range is sealed", 0);
     if (whole < size || address > range->high || range->high - address < whole + gap)
-        return refuse(range, size, "the range is too small", 0);
+        return fail(range, size, "the range is too small", 0);
     if (range->count == range->capacity) {
         size_t capacity = range->capacity ? 2 * range->capacity : 64;
         Allocation *list = realloc(range->list, capacity * sizeof *list);
-        if (!list) return refuse(range, size, "the host has no memory left", 0);
+        if (!list) return fail(range, size, "the host has no memory left", 0);
         range->list = list;
         range->capacity = capacity;
     }
@@ -256,7 +256,7 @@ static void *allocate(Range *range, size_t size) {
         code = map(range, address + whole, &what);
         restrain(mode);
         clear_stack(SHALLOW);
-        if (code) return refuse(range, size, what, code);
+        if (code) return fail(range, size, what, code);
     }
     range->list[range->count++] = (Allocation){address, size};
     range->top = address + whole;
@@ -270,7 +270,7 @@ EXPORT void *aliased_alloc(ssize_t size, int device, void *stream) {
     pthread_mutex_lock(&lock);
     range = range_of_thread(device);
     if (range && range->arena->device != device)
-        refuse(range, (size_t)size, "another device than the range's", 0);
+        fail(range, (size_t)size, "another device than the range's", 0);
     else if (range && size >= 0) {
         if ((result = allocate(range, (size_t)size))) range->arena->held++;
         clear_stack(OURS);
@@ -291,8 +291,16 @@ EXPORT void aliased_free(void *pointer, ssize_t size, int device, void *stream) 
     pthread_mutex_unlock(&lock);
 }
 
-static PyObject *no_range(uint64_t id) {
-    return PyErr_Format(PyExc_ValueError, "there is no range %llu", (unsigned long long)id);
+/* Takes the lock, and returns the range of this id. NULL, without the lock and with an error: there is none. */
+static Range *locked_range(PyObject *id) {
+    uint64_t number = PyLong_AsUnsignedLongLong(id);
+    Range *range;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(number))) return range;
+    pthread_mutex_unlock(&lock);
+    PyErr_Format(PyExc_ValueError, "there is no range %llu", (unsigned long long)number);
+    return NULL;
 }
 
 static PyObject *py_reserve(PyObject *module, PyObject *args) {
@@ -343,123 +351,89 @@ static void seal(Range *range) {
 }
 
 static PyObject *py_seal(PyObject *module, PyObject *arg) {
-    uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    Range *range;
-    if (PyErr_Occurred()) return NULL;
-    pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) seal(range);
+    Range *range = locked_range(arg);
+    if (!range) return NULL;
+    seal(range);
     pthread_mutex_unlock(&lock);
-    if (!range) return no_range(id);
     Py_RETURN_NONE;
 }
 
 static PyObject *py_release(PyObject *module, PyObject *arg) {
-    uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    Range *range;
-    int code = 0, used = 0, mode;
-    if (PyErr_Occurred()) return NULL;
-    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&lock);
-    if ((range = range_of(id)) && !(used = range->users != 0)) {
-        mode = relax();
-        seal(range);
-        for (Range **at = &ranges; *at; at = &(*at)->next)
-            if (*at == range) {
-                *at = range->next;
-                break;
-            }
-        code = unmap(range, range->low, range->mapped - range->low);
-        range->block->ranges--;
-        drop_block(range->block);
-        range->arena->ranges--;
-        drop_arena(range->arena);
-        free(range->list);
-        free(range);
-        restrain(mode);
+    Range *range = locked_range(arg);
+    int code, mode;
+    if (!range) return NULL;
+    if (range->users) {
+        pthread_mutex_unlock(&lock);
+        return PyErr_Format(PyExc_RuntimeError, "range %S is in use", arg);
     }
+    Py_BEGIN_ALLOW_THREADS mode = relax();
+    seal(range);
+    for (Range **at = &ranges; *at; at = &(*at)->next)
+        if (*at == range) {
+            *at = range->next;
+            break;
+        }
+    code = unmap(range, range->low, range->mapped - range->low);
+    range->block->ranges--;
+    drop_block(range->block);
+    range->arena->ranges--;
+    drop_arena(range->arena);
+    free(range->list);
+    free(range);
+    restrain(mode);
     pthread_mutex_unlock(&lock);
-    Py_END_ALLOW_THREADS if (!range) return no_range(id);
-    if (used) return PyErr_Format(PyExc_RuntimeError, "range %llu is in use", (unsigned long long)id);
-    if (code) return driver_error(code, "cuMemUnmap");
+    Py_END_ALLOW_THREADS if (code) return driver_error(code, "cuMemUnmap");
     Py_RETURN_NONE;
 }
 
 static PyObject *py_take(PyObject *module, PyObject *args) {
-    unsigned long long id;
     Py_ssize_t bytes;
-    void *address = NULL;
+    PyObject *id;
+    void *address;
     char error[sizeof((Range *)0)->error];
     Range *range;
-    if (!PyArg_ParseTuple(args, "Kn", &id, &bytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "On", &id, &bytes)) return NULL;
     if (bytes < 0) return PyErr_Format(PyExc_ValueError, "take() wants bytes >= 0");
-    pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) {
-        address = allocate(range, (size_t)bytes);
-        clear_stack(OURS);
-        memcpy(error, range->error, sizeof error);
-    }
+    if (!(range = locked_range(id))) return NULL;
+    address = allocate(range, (size_t)bytes);
+    clear_stack(OURS);
+    memcpy(error, range->error, sizeof error);
     pthread_mutex_unlock(&lock);
-    if (!range) return no_range(id);
-    if (!address) return PyErr_Format(PyExc_RuntimeError, "%s", error);
-    return PyLong_FromVoidPtr(address);
+    return address ? PyLong_FromVoidPtr(address) : PyErr_Format(PyExc_RuntimeError, "%s", error);
 }
 
 static PyObject *py_use(PyObject *module, PyObject *arg) {
-    uint64_t id = arg == Py_None ? 0 : PyLong_AsUnsignedLongLong(arg), before = current;
-    Range *range, *old;
-    if (PyErr_Occurred()) return NULL;
-    pthread_mutex_lock(&lock);
-    range = range_of(id);
-    if (range || !id) {
-        if ((old = range_of(before))) old->users--;
-        if (range) range->users++;
-        current = id;
-    }
+    uint64_t before = current;
+    Range *range = NULL, *old;
+    if (arg == Py_None)
+        pthread_mutex_lock(&lock);
+    else if (!(range = locked_range(arg)))
+        return NULL;
+    if ((old = range_of(before))) old->users--;
+    if (range) range->users++;
+    current = range ? range->id : 0;
     pthread_mutex_unlock(&lock);
-    if (id && !range) return no_range(id);
     if (!before) Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(before);
 }
 
 static PyObject *py_allocations(PyObject *module, PyObject *args) {
-    unsigned long long id, first = 0;
-    Allocation *copy = NULL;
-    size_t count = 0;
-    PyObject *result = NULL;
+    unsigned long long first = 0;
+    PyObject *id, *result;
     Range *range;
-    int short_of_memory = 0;
-    if (!PyArg_ParseTuple(args, "K|K", &id, &first)) return NULL;
-    pthread_mutex_lock(&lock);
-    if ((range = range_of(id)) && range->count > first) {
-        count = range->count - first;
-        if ((copy = malloc(count * sizeof *copy)))
-            memcpy(copy, range->list + first, count * sizeof *copy);
-        else
-            short_of_memory = 1;
-    }
+    if (!PyArg_ParseTuple(args, "O|K", &id, &first) || !(range = locked_range(id))) return NULL;
+    if (first > range->count) first = range->count;
+    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)((range->count - first) * sizeof *range->list));
+    if (result && range->list) memcpy(PyBytes_AS_STRING(result), range->list + first, (size_t)PyBytes_GET_SIZE(result));
     pthread_mutex_unlock(&lock);
-    if (!range) return no_range(id);
-    if (short_of_memory) return PyErr_NoMemory();
-    if ((result = PyList_New((Py_ssize_t)count)))
-        for (size_t i = 0; i < count; i++) {
-            PyObject *pair = Py_BuildValue("KK", (unsigned long long)copy[i].address, (unsigned long long)copy[i].size);
-            if (!pair) {
-                Py_CLEAR(result);
-                break;
-            }
-            PyList_SET_ITEM(result, (Py_ssize_t)i, pair);
-        }
-    free(copy);
     return result;
 }
 
 static PyObject *py_state(PyObject *module, PyObject *arg) {
-    uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    Range *range, copy;
-    if (PyErr_Occurred()) return NULL;
-    pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) copy = *range;
+    Range *range = locked_range(arg), copy;
+    if (!range) return NULL;
+    copy = *range;
     pthread_mutex_unlock(&lock);
-    if (!range) return no_range(id);
     return Py_BuildValue("KKnz", (unsigned long long)copy.low, (unsigned long long)copy.high, (Py_ssize_t)copy.count,
                          *copy.error ? copy.error : NULL);
 }
@@ -484,7 +458,8 @@ static PyMethodDef methods[] = {
     {"seal", py_seal, METH_O, "seal(range): no allocation any more"},
     {"release", py_release, METH_O, "release(range): unmap it"},
     {"allocations", py_allocations, METH_VARARGS,
-     "allocations(range, first=0): [(address, requested size)] in order, from that one on"},
+     "allocations(range, first=0): addresses and requested sizes in order, from that one on, as bytes of 64-bit "
+     "numbers"},
     {"state", py_state, METH_O, "state(range): (low, high, how many allocations, why the last one failed or None)"},
     {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
     {NULL}};

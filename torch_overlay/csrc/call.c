@@ -39,38 +39,26 @@ typedef struct {
 
 /* -- the counter */
 
-/* Does counters[group][name] += 1 if both are dictionaries, as they mostly are. 1: they are not. -1: an error. */
-static int add_in_dictionaries(Counter *self) {
-    PyObject *group, *before, *after;
-    int overflow, code;
-    long count;
-    if (!PyDict_Check(self->counters) || !(group = PyDict_GetItemWithError(self->counters, self->group))
-        || !PyDict_Check(group) || !(before = PyDict_GetItemWithError(group, self->name)) || !PyLong_CheckExact(before))
-        return PyErr_Occurred() ? -1 : 1;
-    count = PyLong_AsLongAndOverflow(before, &overflow);
-    if (overflow || count == LONG_MAX) return 1;
-    if (!(after = PyLong_FromLong(count + 1))) return -1;
-    code = PyDict_SetItem(group, self->name, after);
-    self->seen[0] = self->counters;
-    self->seen[1] = group;
-    self->seen[2] = after;
-    self->seen[3] = ((PyDictObject *)self->counters)->ma_keys;
-    self->seen[4] = ((PyDictObject *)group)->ma_keys;
-    Py_DECREF(after);
-    return code;
+/* Returns a new reference. A dictionary's subclass is slow at its own way, which makes what is missing. */
+static PyObject *item_of(PyObject *table, PyObject *key) {
+    PyObject *found = PyDict_Check(table) ? PyDict_GetItemWithError(table, key) : NULL;
+    if (found) return Py_NewRef(found);
+    return PyErr_Occurred() ? NULL : PyObject_GetItem(table, key);
 }
 
-/* Adds one. Returns 0, or -1 with an error. */
+/* Does counters[group][name] += 1. Returns 0, or -1 with an error. */
 static int counter_add(Counter *self) {
-    PyObject *group, *before, *one, *after = NULL;
-    int code = add_in_dictionaries(self);
-    if (code <= 0) return code;
-    if (!(group = PyObject_GetItem(self->counters, self->group))) return -1;
-    code = -1;
-    before = PyObject_GetItem(group, self->name);
-    one = PyLong_FromLong(1);
-    if (before && one && (after = PyNumber_Add(before, one))) code = PyObject_SetItem(group, self->name, after);
-    Py_DECREF(group);
+    PyObject *group = item_of(self->counters, self->group), *before = NULL, *one = PyLong_FromLong(1), *after = NULL;
+    int code = -1;
+    if (group && one && (before = item_of(group, self->name)) && (after = PyNumber_Add(before, one)))
+        code =
+            PyDict_Check(group) ? PyDict_SetItem(group, self->name, after) : PyObject_SetItem(group, self->name, after);
+    if (!code && PyDict_Check(group) && PyDict_Check(self->counters)) {
+        const void *seen[] = {self->counters, group, after, ((PyDictObject *)self->counters)->ma_keys,
+                              ((PyDictObject *)group)->ma_keys};
+        memcpy(self->seen, seen, sizeof seen);
+    }
+    Py_XDECREF(group);
     Py_XDECREF(before);
     Py_XDECREF(one);
     Py_XDECREF(after);
@@ -145,8 +133,8 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
    misaligned. `originals`: the caller's tensors where inputs are copies, or NULL. */
 static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
-    size_t regions = layout_regions(&self->layout), count = regions + (size_t)self->numbers.results;
-    Memory memory = {NULL, NULL, NULL};
+    size_t regions = scratch_region(&self->layout) + 1, count = regions + (size_t)self->numbers.results;
+    Memory memory = {NULL, NULL};
     PyObject *result = NULL;
     Handle stream = NULL;
     int code, is_captured = 0;
@@ -177,8 +165,7 @@ static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int
     }
     if (!originals || originals == Py_None) originals = inputs;
     if (!allocate_memory(&self->layout, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
-        && !free_scratch(&self->layout, &memory)
-        && (result = make_outputs(&self->outputs, originals, memory.storages, memory.slab))
+        && !free_scratch(&self->layout, &memory) && (result = make_outputs(&self->outputs, originals, memory.storages))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
 done:
@@ -194,10 +181,10 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(layout.empty),      AT(layout.storages), AT(layout.slab),   AT(layout.raw_alloc),
-                                 AT(layout.raw_delete), AT(outputs.types),   AT(outputs.empty), AT(outputs.reinterpret),
-                                 AT(counter.counters),  AT(counter.group),   AT(counter.name),  AT(replay),
-                                 AT(misaligned)};
+static const size_t objects[] = {
+    AT(layout.empty),    AT(layout.storages), AT(layout.raw_alloc),    AT(layout.raw_delete), AT(outputs.typed),
+    AT(outputs.recipes), AT(outputs.empty),   AT(outputs.reinterpret), AT(counter.counters),  AT(counter.group),
+    AT(counter.name),    AT(replay),          AT(misaligned)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -216,49 +203,31 @@ static void call_dealloc(Call *self) {
     Py_DECREF(type);
 }
 
-static int bind_inputs(Call *self, PyObject *positions, PyObject *masks) {
-    if (!(self->input = PyMem_Calloc(self->layout.inputs + 1, sizeof(Input)))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(masks) != self->layout.inputs || (size_t)self->layout.inputs > self->blocks.regions) {
-        PyErr_SetString(PyExc_ValueError, "so many inputs are no regions");
-        return -1;
-    }
+static int bind_inputs(Call *self, PyObject *inputs) {
+    static const Py_ssize_t ends[] = {PY_SSIZE_T_MAX, PY_SSIZE_T_MAX};
+    if ((size_t)self->layout.inputs > self->blocks.regions) return refuse("so many inputs are no regions");
+    if (!(self->input = zeros(self->layout.inputs, sizeof(Input)))) return -1;
     for (Py_ssize_t i = 0; i < self->layout.inputs; i++) {
-        Input *each = &self->input[i];
-        each->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-        each->mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i));
-        if (PyErr_Occurred()) return -1;
-        if (each->position < 0 || each->position == PY_SSIZE_T_MAX) {
-            PyErr_SetString(PyExc_ValueError, "an input at a position that no list has");
-            return -1;
-        }
-        if (each->position >= self->least) self->least = each->position + 1;
+        Py_ssize_t input[2];
+        if (read_record(inputs, i, "input", 2, ends, input)) return -1;
+        self->input[i] = (Input){input[0], (uint64_t)input[1]};
+        if (input[0] >= self->least) self->least = input[0] + 1;
     }
     return 0;
 }
 
 /* The results are the values of the number slots. */
 static int read_numbers(Call *self, PyObject *numbers) {
-    const Program *program = &self->numbers;
     if (program_init(&self->numbers, numbers)) return -1;
-    if ((size_t)program->results != self->blocks.words) {
-        PyErr_SetString(PyExc_ValueError, "so many number slots have no numbers");
-        return -1;
-    }
-    self->least = program->least;
-    return 0;
+    self->least = self->numbers.least;
+    return (size_t)self->numbers.results == self->blocks.words ? 0 : refuse("so many number slots have no numbers");
 }
 
 /* Each region that a node points into needs memory. */
 static int check_regions(const Call *self) {
-    const Layout *layout = &self->layout;
-    size_t slab = slab_region(layout), regions = layout_regions(layout);
-    for (size_t r = 0; r < self->blocks.regions; r++) {
-        int is_pointed = self->blocks.first[r] < self->blocks.first[r + 1];
-        int has_none = (r == slab && layout->slab == Py_None) || (r == slab + 1 && !layout->scratch);
-        if (r < regions && !(is_pointed && has_none)) continue;
+    size_t scratch = scratch_region(&self->layout), regions = scratch + (self->layout.scratch != 0);
+    for (size_t r = regions; r < self->blocks.regions; r++) {
+        if (r == scratch && self->blocks.first[r] == self->blocks.first[r + 1]) continue;
         PyErr_Format(PyExc_ValueError, "region %zu has no memory", r);
         return -1;
     }
@@ -266,11 +235,11 @@ static int check_regions(const Call *self) {
 }
 
 static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"exec",      "nodes",      "slots",       "regions",     "words",   "rebuild", "by_graph",
-                            "positions", "masks",      "allocations", "slab",        "types",   "scratch", "numbers",
-                            "order",     "recipes",    "empty",       "reinterpret", "replay",  "direct",  "raw",
-                            "device",    "misaligned", "counters",    "group",       "counter", NULL};
-    PyObject *positions, *masks, *numbers, *order, *recipes, *device;
+    static char *names[] = {"exec",     "nodes",       "slots",   "regions", "words",   "rebuild", "by_graph",
+                            "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
+                            "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
+                            "counters", "group",       "counter", NULL};
+    PyObject *inputs, *numbers, *order, *device;
     unsigned long long alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     Layout *layout;
@@ -282,14 +251,13 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout = &self->layout;
     outputs = &self->outputs;
     counter = &self->counter;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!OO!nOO!O!OOOp(OOKK)OOOOO", names, &parts.exec,
-                                     &PyTuple_Type, &parts.nodes, &PyTuple_Type, &parts.slots, &parts.regions,
-                                     &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph, &PyTuple_Type,
-                                     &positions, &PyTuple_Type, &masks, &PyTuple_Type, &layout->storages, &layout->slab,
-                                     &PyTuple_Type, &outputs->types, &scratch, &numbers, &PyTuple_Type, &order,
-                                     &PyTuple_Type, &recipes, &layout->empty, &outputs->reinterpret, &self->replay,
-                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
-                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
+            &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
+            &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages, &PyTuple_Type, &outputs->typed, &scratch,
+            &numbers, &order, &PyTuple_Type, &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+            &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device, &self->misaligned,
+            &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -297,14 +265,13 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     }
     outputs->empty = layout->empty;
     for (size_t i = 0; i < OBJECTS; i++) Py_INCREF(owned(self, i));
-    layout->inputs = PyTuple_GET_SIZE(positions);
+    layout->inputs = PyTuple_GET_SIZE(inputs);
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
     if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
-        || bind_inputs(self, positions, masks) || layout_init(layout, order)
-        || outputs_init(outputs, recipes, PyTuple_GET_SIZE(layout->storages), layout->slab != Py_None, &self->least)
-        || check_regions(self)) {
+        || bind_inputs(self, inputs) || layout_init(layout, order)
+        || outputs_init(outputs, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -318,31 +285,24 @@ static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count
     return run_call(self, args[0], count == 2 ? args[1] : NULL, 0);
 }
 
-static PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks) {
+static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t bad = 0;
-    if (!PyList_CheckExact(tensors) || !PyTuple_CheckExact(indices) || !PyTuple_CheckExact(masks)
-        || PyTuple_GET_SIZE(indices) != PyTuple_GET_SIZE(masks))
-        return PyErr_Format(PyExc_TypeError, "aligned() wants a list of tensors, and two tuples of one length");
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(indices); i++) {
-        Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(indices, i));
-        uint64_t mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i)), address;
+    if (count != 2 || !PyList_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]))
+        return PyErr_Format(PyExc_TypeError, "aligned() wants a list of tensors, and a tuple of (position, mask)");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); i++) {
+        const Py_ssize_t ends[] = {PyList_GET_SIZE(args[0]), PY_SSIZE_T_MAX}; /* a method may change the list */
+        Py_ssize_t input[2];
+        uint64_t address;
         PyObject *tensor;
         int code;
-        if (PyErr_Occurred()) return NULL;
-        if (index < 0 || index >= PyList_GET_SIZE(tensors))
-            return PyErr_Format(PyExc_IndexError, "aligned(): there is no tensor %zd", index);
-        tensor = Py_NewRef(PyList_GET_ITEM(tensors, index));
+        if (read_record(args[1], i, "input", 2, ends, input)) return NULL;
+        tensor = Py_NewRef(PyList_GET_ITEM(args[0], input[0]));
         code = address_of(tensor, &address);
         Py_DECREF(tensor);
         if (code) return NULL;
-        bad |= address & mask;
+        bad |= address & (uint64_t)input[1];
     }
     return PyBool_FromLong(!bad);
-}
-
-static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "aligned(inputs, positions, masks)");
-    return aligned(args[0], args[1], args[2]);
 }
 
 static PyMethodDef call_methods[] = {
@@ -350,7 +310,7 @@ static PyMethodDef call_methods[] = {
      "try_launch(inputs): the outputs, or None if it is not the time"},
     {"launch", (PyCFunction)(void (*)(void))call_launch, METH_FASTCALL, "launch(inputs, originals=None): the outputs"},
     {"aligned", (PyCFunction)(void (*)(void))call_aligned, METH_FASTCALL,
-     "aligned(inputs, positions, masks): has no address a bit of its mask?"},
+     "aligned(inputs, ((position, mask), ...)): has no address a bit of its mask?"},
     {NULL}};
 static PyMemberDef call_members[] = {
     {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},

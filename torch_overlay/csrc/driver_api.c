@@ -53,13 +53,3 @@ PyObject *driver_error_at(int code, const char *what, const char *where) {
     }
     return NULL;
 }
-
-int is_tuple(PyObject *item, const char *what, Py_ssize_t i) {
-    const char *type = Py_TYPE(item)->tp_name;
-    if (PyTuple_Check(item)) return 1;
-    if (i < 0)
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple, not %.100s", what, type);
-    else
-        PyErr_Format(PyExc_TypeError, "%s %zd must be a tuple, not %.100s", what, i, type);
-    return 0;
-}

@@ -109,8 +109,5 @@ extern PyObject *extension;
 /* Raise DriverError(what, code, the driver's text, where); return NULL. */
 PyObject *driver_error(int code, const char *what);
 PyObject *driver_error_at(int code, const char *what, const char *where);
-/* Returns 1 if the item is a tuple; else 0, with a TypeError that names item `i` (`i` < 0: it has no number).
-   PyArg_ParseTuple and PyObject_Call don't check this. */
-int is_tuple(PyObject *item, const char *what, Py_ssize_t i);
 
 static inline size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }

@@ -11,80 +11,52 @@ static PyObject *handle_of(Handle handle) { return PyLong_FromVoidPtr(handle); }
 
 /* Returns the graph's nodes, to be freed by PyMem_Free; NULL with a Python error. */
 static Handle *nodes_of(Handle graph, size_t *count) {
-    Handle *node;
+    Handle *node = NULL;
     int code;
     *count = 0;
-    if ((code = cu.GraphGetNodes(graph, NULL, count))) {
-        driver_error(code, "cuGraphGetNodes");
-        return NULL;
-    }
-    if (!(node = PyMem_Calloc(*count ? *count : 1, sizeof *node))) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    if (*count && (code = cu.GraphGetNodes(graph, node, count))) {
-        driver_error(code, "cuGraphGetNodes");
-        PyMem_Free(node);
-        return NULL;
-    }
-    return node;
+    if (!(code = cu.GraphGetNodes(graph, NULL, count)) && (node = zeros((Py_ssize_t)*count, sizeof *node)) && *count)
+        code = cu.GraphGetNodes(graph, node, count);
+    if (!code) return node;
+    driver_error(code, "cuGraphGetNodes");
+    PyMem_Free(node);
+    return NULL;
+}
+
+/* Steals the item, which may be NULL. */
+static int append(PyObject *list, PyObject *item) {
+    int code = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return code;
 }
 
 static int read_nodes(Handle graph, PyObject *handles, PyObject *kinds) {
-    size_t count;
+    size_t count, i = 0;
     Handle *node = nodes_of(graph, &count);
-    int code, result = -1;
-    if (!node) return -1;
-    for (size_t i = 0; i < count; i++) {
-        int kind = 0, bad;
-        PyObject *handle, *number;
-        if ((code = cu.GraphNodeGetType(node[i], &kind))) {
-            driver_error(code, "cuGraphNodeGetType");
-            goto done;
-        }
-        handle = handle_of(node[i]);
-        number = PyLong_FromLong(kind);
-        bad = !handle || !number || PyList_Append(handles, handle) || PyList_Append(kinds, number);
-        Py_XDECREF(handle);
-        Py_XDECREF(number);
-        if (bad) goto done;
+    for (int kind, code; node && i < count; i++) {
+        if ((code = cu.GraphNodeGetType(node[i], &kind))) driver_error(code, "cuGraphNodeGetType");
+        if (code || append(handles, handle_of(node[i])) || append(kinds, PyLong_FromLong(kind))) break;
     }
-    result = 0;
-done:
     PyMem_Free(node);
-    return result;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int read_edges(Handle graph, PyObject *edges) {
-    size_t count = 0;
+    size_t count = 0, i = 0;
     Handle *node = NULL;
     EdgeData *data = NULL;
-    int code = cu.GraphGetEdges(graph, NULL, NULL, NULL, &count), result = -1;
-    if (code) {
-        driver_error(code, "cuGraphGetEdges");
-        return -1;
+    int code = cu.GraphGetEdges(graph, NULL, NULL, NULL, &count);
+    if (!code && (node = zeros(2 * (Py_ssize_t)count, sizeof *node)) && (data = zeros((Py_ssize_t)count, sizeof *data))
+        && count)
+        code = cu.GraphGetEdges(graph, node, node + count, data, &count);
+    if (code) driver_error(code, "cuGraphGetEdges");
+    for (; !code && data && i < count; i++) {
+        int plain = !(data[i].type || data[i].from_port || data[i].to_port);
+        PyObject *is_plain = PyBool_FromLong(plain);
+        if (append(edges, Py_BuildValue("NNN", handle_of(node[i]), handle_of(node[count + i]), is_plain))) break;
     }
-    if (!count) return 0;
-    if (!(node = PyMem_Calloc(2 * count, sizeof *node)) || !(data = PyMem_Calloc(count, sizeof *data))) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    if ((code = cu.GraphGetEdges(graph, node, node + count, data, &count))) {
-        driver_error(code, "cuGraphGetEdges");
-        goto done;
-    }
-    for (size_t i = 0; i < count; i++) {
-        int plain = !(data[i].type || data[i].from_port || data[i].to_port), bad;
-        PyObject *edge = Py_BuildValue("NNN", handle_of(node[i]), handle_of(node[count + i]), PyBool_FromLong(plain));
-        bad = !edge || PyList_Append(edges, edge);
-        Py_XDECREF(edge);
-        if (bad) goto done;
-    }
-    result = 0;
-done:
     PyMem_Free(node);
     PyMem_Free(data);
-    return result;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *py_structure(PyObject *module, PyObject *arg) {
@@ -106,7 +78,6 @@ static PyObject *py_structure(PyObject *module, PyObject *arg) {
 
 typedef struct {
     size_t offset, size;
-    PyObject *number;
 } Parameter;
 
 typedef struct {
@@ -116,18 +87,17 @@ typedef struct {
     size_t count, end;
 } Function;
 
+/* The functions of a list of nodes; there is room for as many as there are nodes. */
 typedef struct {
     Function *list;
-    size_t count, capacity;
+    size_t count;
 } Functions;
 
 static void forget(Functions *functions) {
     for (size_t i = 0; i < functions->count; i++) {
-        Function *each = &functions->list[i];
-        Py_XDECREF(each->name);
-        Py_XDECREF(each->refusal);
-        for (size_t k = 0; k < each->count; k++) Py_DECREF(each->parameter[k].number);
-        PyMem_Free(each->parameter);
+        Py_XDECREF(functions->list[i].name);
+        Py_XDECREF(functions->list[i].refusal);
+        PyMem_Free(functions->list[i].parameter);
     }
     PyMem_Free(functions->list);
 }
@@ -135,8 +105,8 @@ static void forget(Functions *functions) {
 /* Asks the driver for the function's name and parameters. Returns 0, or -1 with a Python error. */
 static int describe(Function *each) {
     Handle function = each->func;
+    Parameter *at, unused;
     const char *name = NULL, *what = "cuKernelGetFunction";
-    size_t capacity = 0, offset = 0, size = 0;
     int code = function ? 0 : cu.KernelGetFunction(&function, each->kern);
     if (!code) {
         what = "cuFuncGetName";
@@ -144,41 +114,27 @@ static int describe(Function *each) {
     }
     if (!code) {
         what = "cuFuncGetParamInfo";
-        while (!(code = cu.FuncGetParamInfo(function, each->count, &offset, &size))) {
-            if (each->count == capacity) {
-                Parameter *grown = PyMem_Realloc(each->parameter, (capacity = 2 * capacity + 8) * sizeof *grown);
-                if (!grown) {
-                    PyErr_NoMemory();
-                    return -1;
-                }
-                each->parameter = grown;
-            }
-            Parameter made = {offset, size, PyLong_FromSize_t(offset)};
-            if (!made.number) return -1;
-            each->parameter[each->count++] = made;
-            if (offset + size > each->end) each->end = offset + size;
-        }
-        if (code == INVALID_VALUE) return (each->name = PyUnicode_FromString(name ? name : "")) ? 0 : -1;
+        while (!(code = cu.FuncGetParamInfo(function, each->count, &unused.offset, &unused.size))) each->count++;
+        if (code == INVALID_VALUE) code = 0; /* there is no such parameter */
     }
-    each->refusal = PyUnicode_FromFormat("the driver doesn't describe the kernel: CUDA driver error in %s: %s (%d)",
-                                         what, text_of(code), code);
-    return each->refusal ? 0 : -1;
+    if (code) {
+        each->refusal = PyUnicode_FromFormat("the driver doesn't describe the kernel: CUDA driver error in %s: %s (%d)",
+                                             what, text_of(code), code);
+        return each->refusal ? 0 : -1;
+    }
+    if (!(each->parameter = zeros((Py_ssize_t)each->count, sizeof unused))) return -1;
+    for (size_t k = 0; k < each->count; k++) {
+        at = &each->parameter[k];
+        cu.FuncGetParamInfo(function, k, &at->offset, &at->size);
+        if (at->offset + at->size > each->end) each->end = at->offset + at->size;
+    }
+    return (each->name = PyUnicode_FromString(name ? name : "")) ? 0 : -1;
 }
 
 static Function *find(Functions *functions, Handle func, Handle kern) {
     Function *each;
     for (size_t i = functions->count; i--;)
         if (functions->list[i].func == func && functions->list[i].kern == kern) return &functions->list[i];
-    if (functions->count == functions->capacity) {
-        size_t capacity = 2 * functions->capacity + 32;
-        Function *list = PyMem_Realloc(functions->list, capacity * sizeof *list);
-        if (!list) {
-            PyErr_NoMemory();
-            return NULL;
-        }
-        functions->list = list;
-        functions->capacity = capacity;
-    }
     each = &functions->list[functions->count++];
     *each = (Function){func, kern, NULL, NULL, NULL, 0, 0};
     return describe(each) ? NULL : each;
@@ -219,7 +175,7 @@ static PyObject *values_of(const KernelParams *params, const Function *function,
     for (size_t k = 0; values && k < function->count; k++) {
         const Parameter *each = &function->parameter[k];
         const char *at = base ? base + each->offset : params->arguments[k];
-        PyObject *value = Py_BuildValue("Oy#", each->number, at, (Py_ssize_t)each->size);
+        PyObject *value = Py_BuildValue("ny#", (Py_ssize_t)each->offset, at, (Py_ssize_t)each->size);
         if (!value)
             Py_CLEAR(values);
         else
@@ -249,21 +205,16 @@ static PyObject *kernel_of(Functions *functions, Handle node) {
 }
 
 static PyObject *py_kernels(PyObject *module, PyObject *arg) {
-    Functions functions = {NULL, 0, 0};
-    PyObject *nodes = PySequence_Fast(arg, "kernels() wants a sequence of nodes"), *result = NULL;
-    if (!nodes) return NULL;
-    if ((result = PyList_New(PySequence_Fast_GET_SIZE(nodes))))
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(result); i++) {
-            Handle node = PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(nodes, i));
-            PyObject *kernel = PyErr_Occurred() ? NULL : kernel_of(&functions, node);
-            if (!kernel) {
-                Py_CLEAR(result);
-                break;
-            }
-            PyList_SET_ITEM(result, i, kernel);
-        }
+    PyObject *nodes = PySequence_Fast(arg, "kernels() wants a sequence of nodes"), *result = PyList_New(0);
+    Py_ssize_t count = nodes ? PySequence_Fast_GET_SIZE(nodes) : 0;
+    Functions functions = {zeros(count, sizeof *functions.list), 0};
+    for (Py_ssize_t i = 0; nodes && result && functions.list && i < count; i++) {
+        Handle node = PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(nodes, i));
+        if (PyErr_Occurred() || append(result, kernel_of(&functions, node))) break;
+    }
     forget(&functions);
-    Py_DECREF(nodes);
+    Py_XDECREF(nodes);
+    if (PyErr_Occurred()) Py_CLEAR(result);
     return result;
 }
 
@@ -273,19 +224,16 @@ static PyObject *py_kernels(PyObject *module, PyObject *arg) {
 static int cut_node(Handle node, Handle clone, PyObject *wanted, PyObject *found) {
     Handle there = NULL;
     PyObject *handle = handle_of(node), *other = NULL;
-    int code, kept = handle ? PySet_Contains(wanted, handle) : -1, bad = kept < 0;
-    if (!bad && (code = cu.GraphNodeFindInClone(&there, node, clone))) {
-        bad = 1;
+    int code, kept = handle ? PySet_Contains(wanted, handle) : -1;
+    if (kept >= 0 && (code = cu.GraphNodeFindInClone(&there, node, clone)))
         driver_error(code, "cuGraphNodeFindInClone");
-    }
-    if (!bad && kept) bad = !(other = handle_of(there)) || PyDict_SetItem(found, handle, other);
-    if (!bad && !kept && (code = cu.GraphDestroyNode(there))) {
-        bad = 1;
+    else if (kept > 0 && (other = handle_of(there)))
+        PyDict_SetItem(found, handle, other);
+    else if (!kept && (code = cu.GraphDestroyNode(there)))
         driver_error(code, "cuGraphDestroyNode");
-    }
     Py_XDECREF(handle);
     Py_XDECREF(other);
-    return bad ? -1 : 0;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *py_cut(PyObject *module, PyObject *args) {

@@ -1,40 +1,21 @@
-/* The memory of a launch: storages of outputs, a slab of saved outputs, and scratch, the largest first. The scratch is
-   no tensor: torch's C functions allocate and free it, or where they fail its Python functions, which raise torch's
-   errors. */
+/* The memory of a launch: storages of outputs, and scratch, the largest first. The scratch is no tensor: torch's C
+   functions allocate and free it, or where they fail its Python functions, which raise torch's errors. */
 
 #include "launch_memory.h"
 #include "data_ptr.h"
+#include "read.h"
 
-/* Each allocated region has to be in the order once: the storages, and the slab and the scratch if there are any. */
-static int read_order(Layout *self, PyObject *order) {
-    Py_ssize_t made = PyTuple_GET_SIZE(self->storages), slab = self->slab != Py_None;
-    self->allocated = made + slab + (self->scratch != 0);
-    if (PyTuple_GET_SIZE(order) != self->allocated) {
-        PyErr_SetString(PyExc_ValueError, "so many regions are not allocated");
-        return -1;
-    }
-    if (!(self->order = PyMem_Calloc(self->allocated + 1, sizeof made))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < self->allocated; i++) {
-        Py_ssize_t k = PyLong_AsSsize_t(PyTuple_GET_ITEM(order, i));
-        int known = k >= 0 && (k < made || (k == made && slab) || (k == made + 1 && self->scratch));
-        for (Py_ssize_t j = 0; j < i; j++) known &= self->order[j] != k;
-        if (!known) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the order names a region twice, or none that is");
-            return -1;
-        }
-        self->order[i] = k;
-    }
-    return 0;
-}
-
+/* Each allocated region has to be in the order once: the storages, and the scratch if there is any. */
 int layout_init(Layout *self, PyObject *order) {
-    if (self->slab != Py_None && !is_tuple(self->slab, "the slab", -1)) return -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->storages); i++)
+    Py_ssize_t made = PyTuple_GET_SIZE(self->storages), all = made + (self->scratch != 0);
+    for (Py_ssize_t i = 0; i < made; i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
-    return read_order(self, order);
+    if (!(self->order = read_row(order, "the order", 0, all, &self->allocated))) return -1;
+    if (self->allocated != all) return refuse("so many regions are not allocated");
+    for (Py_ssize_t i = 0; i < all; i++)
+        for (Py_ssize_t j = 0; j < i; j++)
+            if (self->order[j] == self->order[i]) return refuse("the order names a region twice");
+    return 0;
 }
 
 void layout_clear(Layout *self) { PyMem_Free(self->order); }
@@ -78,22 +59,18 @@ int free_scratch(const Layout *self, Memory *memory) {
 int allocate_memory(const Layout *self, Handle stream, Memory *memory, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->storages);
     base += self->inputs;
-    base[count] = base[count + 1] = 0;
+    base[count] = 0;
     if (!(memory->storages = PyTuple_New(count))) return -1;
     for (Py_ssize_t i = 0; i < self->allocated; i++) {
         Py_ssize_t k = self->order[i];
         PyObject *made;
-        if (k == count + 1) {
+        if (k == count) {
             if (allocate_scratch(self, stream, &memory->scratch)) return -1;
             base[k] = (uint64_t)(uintptr_t)memory->scratch;
             continue;
         }
-        made = PyObject_Call(self->empty, k == count ? self->slab : PyTuple_GET_ITEM(self->storages, k), NULL);
-        if (!made) return -1;
-        if (k == count)
-            memory->slab = made;
-        else
-            PyTuple_SET_ITEM(memory->storages, k, made);
+        if (!(made = PyObject_Call(self->empty, PyTuple_GET_ITEM(self->storages, k), NULL))) return -1;
+        PyTuple_SET_ITEM(memory->storages, k, made);
         if (address_of(made, base + k)) return -1;
     }
     return 0;

@@ -4,11 +4,11 @@
 
 #include "driver_api.h"
 
-/* How the memory of a graph is allocated. Regions are, in order: inputs, storages of outputs, the slab of saved
-   outputs, scratch. The objects belong to whoever has the layout. */
+/* How the memory of a graph is allocated. Regions are, in order: inputs, storages of outputs, scratch. The objects
+   belong to whoever has the layout. */
 typedef struct {
     PyObject *empty;                  /* makes a tensor of (size, stride, dtype) */
-    PyObject *storages, *slab;        /* its arguments: for each storage, and for the slab or None */
+    PyObject *storages;               /* its arguments for each storage */
     size_t scratch;                   /* bytes, which are no tensor */
     PyObject *raw_alloc, *raw_delete; /* torch's Python functions for the scratch, */
     int (*alloc)(uint64_t, Handle *); /* and its C functions, which return 0 on success; or NULL */
@@ -18,7 +18,7 @@ typedef struct {
 
 /* What one launch has allocated. */
 typedef struct {
-    PyObject *storages, *slab;
+    PyObject *storages;
     Handle scratch;
 } Memory;
 
@@ -35,11 +35,8 @@ int free_scratch(const Layout *self, Memory *memory);
 static inline void free_memory(const Layout *self, Memory *memory) {
     free_scratch(self, memory);
     Py_CLEAR(memory->storages);
-    Py_CLEAR(memory->slab);
 }
 
-static inline size_t slab_region(const Layout *self) {
+static inline size_t scratch_region(const Layout *self) {
     return (size_t)(self->inputs + PyTuple_GET_SIZE(self->storages));
 }
-
-static inline size_t layout_regions(const Layout *self) { return slab_region(self) + 2; }

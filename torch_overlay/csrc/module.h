@@ -2,8 +2,7 @@
 
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "read.h"
 
 typedef struct Part {
     const char *module;            /* the module inside of the extension that it fills; several parts may fill one */

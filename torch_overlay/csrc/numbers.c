@@ -27,9 +27,7 @@ enum {
     OPERATIONS
 };
 
-enum { I8, I16, I32, I64, U8, U16, U32, U64, F32, F64, TYPES };
-
-size_t size_of_word(int type) {
+size_t size_of_word(Py_ssize_t type) {
     static const size_t size[] = {1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
     return type < 0 || type >= TYPES ? 0 : size[type];
 }
@@ -43,33 +41,25 @@ void program_clear(Program *self) {
     memset(self, 0, sizeof *self);
 }
 
-static int takes_floats(int operation) { return operation >= FADD && operation <= FLOOR; }
+static int takes_floats(Py_ssize_t operation) { return operation >= FADD && operation <= FLOOR; }
 
-static int makes_a_float(int operation) { return (operation >= FADD && operation <= FNEG) || operation == FLOAT; }
+static int makes_a_float(Py_ssize_t operation) {
+    return (operation >= FADD && operation <= FNEG) || operation == FLOAT;
+}
 
 static int read_registers(Program *self, PyObject *inputs, PyObject *constants) {
+    static const Py_ssize_t ends[] = {PY_SSIZE_T_MAX, 2};
     for (Py_ssize_t i = 0; i < self->inputs; i++) {
-        int is_float;
-        if (!is_tuple(PyTuple_GET_ITEM(inputs, i), "number", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(inputs, i), "np;a number is (position, type)", &self->position[i],
-                                 &is_float))
-            return -1;
-        if (self->position[i] < 0 || self->position[i] == PY_SSIZE_T_MAX) {
-            PyErr_SetString(PyExc_ValueError, "a number at a position that no list has");
-            return -1;
-        }
-        self->is_float[i] = (unsigned char)is_float;
-        if (self->position[i] >= self->least) self->least = self->position[i] + 1;
+        Py_ssize_t input[2];
+        if (read_record(inputs, i, "number", 2, ends, input)) return -1;
+        self->position[i] = input[0];
+        self->is_float[i] = (unsigned char)input[1];
+        if (input[0] >= self->least) self->least = input[0] + 1;
     }
     for (Py_ssize_t i = 0; i < self->constants; i++) {
-        PyObject *value;
-        int is_float;
+        PyObject *value = PyTuple_GET_ITEM(constants, i);
         Number *at = &self->start[self->inputs + i];
-        if (!is_tuple(PyTuple_GET_ITEM(constants, i), "constant", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(constants, i), "pO;a constant is (type, value)", &is_float, &value))
-            return -1;
-        self->is_float[self->inputs + i] = (unsigned char)is_float;
-        if (is_float)
+        if ((self->is_float[self->inputs + i] = PyFloat_Check(value)))
             at->d = PyFloat_AsDouble(value);
         else
             at->i = PyLong_AsLongLong(value);
@@ -78,29 +68,16 @@ static int read_registers(Program *self, PyObject *inputs, PyObject *constants) 
     return 0;
 }
 
-static int read_steps(Program *self, PyObject *steps, PyObject *results) {
+static int read_steps(Program *self, PyObject *steps) {
     Py_ssize_t first = self->inputs + self->constants;
     for (Py_ssize_t i = 0; i < self->steps; i++) {
-        Step *step = &self->step[i];
-        if (!is_tuple(PyTuple_GET_ITEM(steps, i), "step", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "iii;a step is (operation, register, register)",
-                                 &step->operation, &step->a, &step->b))
-            return -1;
-        if (step->operation < 0 || step->operation >= OPERATIONS || step->a < 0 || step->a >= first + i || step->b < 0
-            || step->b >= first + i || self->is_float[step->a] != takes_floats(step->operation)
-            || self->is_float[step->b] != takes_floats(step->operation)) {
-            PyErr_SetString(PyExc_ValueError, "a step of numbers takes what isn't there, or has another type");
-            return -1;
-        }
-        self->is_float[first + i] = (unsigned char)makes_a_float(step->operation);
-    }
-    for (Py_ssize_t i = 0; i < self->results; i++) {
-        self->result[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(results, i));
-        if (PyErr_Occurred()) return -1;
-        if (self->result[i] < 0 || self->result[i] >= first + self->steps) {
-            PyErr_SetString(PyExc_ValueError, "a result of numbers that nothing computes");
-            return -1;
-        }
+        const Py_ssize_t ends[] = {OPERATIONS, first + i, first + i};
+        Py_ssize_t step[3];
+        if (read_record(steps, i, "step", 3, ends, step)) return -1;
+        self->step[i] = (Step){step[0], step[1], step[2]};
+        if (self->is_float[step[1]] != takes_floats(step[0]) || self->is_float[step[2]] != takes_floats(step[0]))
+            return refuse("a step of numbers takes a number of another type");
+        self->is_float[first + i] = (unsigned char)makes_a_float(step[0]);
     }
     return 0;
 }
@@ -110,23 +87,20 @@ int program_init(Program *self, PyObject *numbers) {
     Py_ssize_t registers;
     memset(self, 0, sizeof *self);
     if (!is_tuple(numbers, "the numbers", -1)
-        || !PyArg_ParseTuple(numbers, "O!O!O!O!;numbers are (inputs, constants, steps, results)", &PyTuple_Type,
-                             &inputs, &PyTuple_Type, &constants, &PyTuple_Type, &steps, &PyTuple_Type, &results))
+        || !PyArg_ParseTuple(numbers, "O!O!O!O;numbers are (inputs, constants, steps, results)", &PyTuple_Type, &inputs,
+                             &PyTuple_Type, &constants, &PyTuple_Type, &steps, &results))
         return -1;
     self->inputs = PyTuple_GET_SIZE(inputs);
     self->constants = PyTuple_GET_SIZE(constants);
     self->steps = PyTuple_GET_SIZE(steps);
-    self->results = PyTuple_GET_SIZE(results);
     registers = self->inputs + self->constants + self->steps;
-    if (!(self->position = PyMem_Calloc((size_t)self->inputs + 1, sizeof *self->position))
-        || !(self->is_float = PyMem_Calloc((size_t)registers + 1, 1))
-        || !(self->start = PyMem_Calloc((size_t)registers + 1, sizeof *self->start))
-        || !(self->step = PyMem_Calloc((size_t)self->steps + 1, sizeof *self->step))
-        || !(self->result = PyMem_Calloc((size_t)self->results + 1, sizeof *self->result))) {
-        PyErr_NoMemory();
+    if (!(self->position = zeros(self->inputs, sizeof *self->position))
+        || !(self->is_float = zeros(registers, sizeof *self->is_float))
+        || !(self->start = zeros(registers, sizeof *self->start))
+        || !(self->step = zeros(self->steps, sizeof *self->step)) || read_registers(self, inputs, constants)
+        || read_steps(self, steps) || !(self->result = read_row(results, "a result", 0, registers, &self->results)))
         return -1;
-    }
-    return read_registers(self, inputs, constants) || read_steps(self, steps, results) ? -1 : 0;
+    return 0;
 }
 
 /* Quotient and remainder as Python has them: rounded down, and with the sign of the divisor. */
@@ -175,7 +149,7 @@ static int compute(const Step *step, const Number *from, Number *to) {
 }
 
 /* Converts as a launcher does. 0: the number doesn't fit. */
-static int convert(int type, int is_float, Number from, uint64_t *to) {
+static int convert(Py_ssize_t type, int is_float, Number from, uint64_t *to) {
     static const int64_t lowest[] = {INT8_MIN, INT16_MIN, INT32_MIN, INT64_MIN, 0, 0, 0, 0};
     static const int64_t highest[] = {INT8_MAX,  INT16_MAX,  INT32_MAX,  INT64_MAX,
                                       UINT8_MAX, UINT16_MAX, UINT32_MAX, INT64_MAX};
@@ -213,7 +187,7 @@ int program_run(const Program *self, PyObject *inputs, const Word *words, size_t
     for (Py_ssize_t i = 0; i < self->steps; i++)
         if (!compute(&self->step[i], at, &at[known + i])) goto done;
     for (Py_ssize_t i = 0; i < self->results; i++) {
-        int from = self->result[i];
+        Py_ssize_t from = self->result[i];
         if ((size_t)i >= count)
             value[i] = (uint64_t)at[from].i;
         else if (!convert(words[i].type, self->is_float[from], at[from], &value[i]))

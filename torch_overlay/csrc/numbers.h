@@ -2,9 +2,7 @@
 
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+#include "read.h"
 
 typedef union {
     int64_t i;
@@ -12,7 +10,7 @@ typedef union {
 } Number;
 
 typedef struct {
-    int operation, a, b;
+    Py_ssize_t operation, a, b;
 } Step;
 
 /* Computes the values of words from the numbers among the inputs. Registers: inputs, constants, steps. */
@@ -22,18 +20,20 @@ typedef struct {
     unsigned char *is_float;                             /* of each register */
     Number *start;                                       /* the registers before a run: constants are in place */
     Step *step;
-    int *result; /* registers */
+    Py_ssize_t *result; /* registers */
 } Program;
 
 /* A number slot: a parameter that a launch computes. `held` is what it holds. */
 typedef struct {
     unsigned char *where;
     size_t node;
-    int type;
+    Py_ssize_t type;
     uint64_t held;
 } Word;
 
-size_t size_of_word(int type);
+enum { I8, I16, I32, I64, U8, U16, U32, U64, F32, F64, TYPES }; /* of words */
+
+size_t size_of_word(Py_ssize_t type);
 int program_init(Program *self, PyObject *numbers);
 void program_clear(Program *self);
 /* Makes the values of `count` words, then the results after these as integers of 64 bits, in `value`. 1: done. 0: the

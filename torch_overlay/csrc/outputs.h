@@ -6,26 +6,26 @@
 #include <Python.h>
 #include <stdint.h>
 
+/* The objects are those of a tuple of `recipes`. */
 typedef struct {
     int kind;
     Py_ssize_t number;
     PyObject *object, *size, *stride, *offset;
 } Recipe;
 
-/* How outputs are made of the inputs and of the memory that was allocated. The objects, but for those of recipes,
-   belong to whoever has the outputs. */
+/* How outputs are made of the inputs and of the memory that was allocated. The objects belong to whoever has the
+   outputs. */
 typedef struct {
-    Py_ssize_t recipes;
+    PyObject *recipes; /* (kind, number, object, size, stride, offset) of each output */
     Recipe *recipe;
-    PyObject *types;               /* dtypes of views of the slab */
+    PyObject *typed;               /* (storage, dtype) of views of storages, which come after these */
+    Py_ssize_t *viewed;            /* the storage of each */
     PyObject *empty, *reinterpret; /* make a tensor, and a view of one */
 } Outputs;
 
-/* Reads recipes (kind, number, object, size, stride, offset), a tuple, for so many storages, with a slab or without.
-   Raises `least` so that a list of that many inputs has each that is an output.
-   Returns 0, or -1 with an error; they are to be cleared either way. */
-int outputs_init(Outputs *self, PyObject *recipes, Py_ssize_t storages, int slab, Py_ssize_t *least);
+/* Reads the recipes, and what is typed, both tuples, for so many storages. Raises `least` so that a list of that many
+   inputs has each that is an output. Returns 0, or -1 with an error; they are to be cleared either way. */
+int outputs_init(Outputs *self, Py_ssize_t storages, Py_ssize_t *least);
 void outputs_clear(Outputs *self);
-/* Returns a new tuple of the outputs, or NULL with an error. `source`: the inputs; `slab`: a tensor of bytes, or NULL.
- */
-PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages, PyObject *slab);
+/* Returns a new tuple of the outputs, or NULL with an error. `source`: the inputs. */
+PyObject *make_outputs(const Outputs *self, PyObject *source, PyObject *storages);

@@ -17,38 +17,30 @@ static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
     static const size_t least[] = {sizeof(KernelParams), 40, 200};
     unsigned long long handle, context;
     const char *label, *block;
-    Py_ssize_t length, label_length;
+    Py_ssize_t length, label_length, count, *offset;
     PyObject *arguments;
-    size_t bytes, count, at, i;
+    size_t bytes, at;
     if (!is_tuple(item, "node", number)
-        || !PyArg_ParseTuple(item, "iKKs#y#O!;a node is (kind, handle, context, label, block, arguments)", &node->kind,
-                             &handle, &context, &label, &label_length, &block, &length, &PyTuple_Type, &arguments))
+        || !PyArg_ParseTuple(item, "iKKs#y#O;a node is (kind, handle, context, label, block, arguments)", &node->kind,
+                             &handle, &context, &label, &label_length, &block, &length, &arguments))
         return -1;
-    count = (size_t)PyTuple_GET_SIZE(arguments);
+    if (node->kind < 0 || node->kind > COPY || (size_t)length < least[node->kind])
+        return refuse("not a node that can be patched");
+    if (!(offset = read_row(arguments, "an argument of a block", 0, length + 1, &count))) return -1;
     at = round_up((size_t)length, 64);
-    bytes = round_up(at + count * sizeof(void *), 64);
-    if (node->kind < 0 || node->kind > COPY || (size_t)length < least[node->kind]) {
-        PyErr_SetString(PyExc_ValueError, "not a node that can be patched");
-        return -1;
-    }
+    bytes = round_up(at + (size_t)count * sizeof(void *), 64);
     node->handle = (Handle)(uintptr_t)handle;
     node->context = (Handle)(uintptr_t)context;
     if (!(node->label = PyMem_Malloc((size_t)label_length + 1)) || !(node->block = aligned_alloc(64, bytes))) {
+        PyMem_Free(offset);
         PyErr_NoMemory();
         return -1;
     }
     memcpy(node->label, label, (size_t)label_length + 1);
     memset(node->block, 0, bytes);
     memcpy(node->block, block, (size_t)length);
-    for (i = 0; i < count; i++) {
-        size_t offset = PyLong_AsSize_t(PyTuple_GET_ITEM(arguments, i));
-        if (PyErr_Occurred()) return -1;
-        if (offset > (size_t)length) {
-            PyErr_SetString(PyExc_ValueError, "an argument lies outside of its block");
-            return -1;
-        }
-        ((void **)(node->block + at))[i] = node->block + offset;
-    }
+    for (Py_ssize_t i = 0; i < count; i++) ((void **)(node->block + at))[i] = node->block + offset[i];
+    PyMem_Free(offset);
     if (node->kind == KERNEL) {
         KernelParams *params = (KernelParams *)node->block;
         params->arguments = count ? (void **)(node->block + at) : NULL;
@@ -58,31 +50,20 @@ static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
     return 0;
 }
 
-/* Sets the node in the executable. Returns 0, or -1 with an error that names it. */
-static int node_set(const Node *node, Handle exec) {
-    const char *what;
-    int code;
-    if (node->kind == KERNEL) {
-        what = "cuGraphExecKernelNodeSetParams";
-        code = cu.GraphExecKernelNodeSetParams(exec, node->handle, node->block);
-    } else if (node->kind == FILL) {
-        what = "cuGraphExecMemsetNodeSetParams";
-        code = cu.GraphExecMemsetNodeSetParams(exec, node->handle, node->block, node->context);
-    } else {
-        what = "cuGraphExecMemcpyNodeSetParams";
-        code = cu.GraphExecMemcpyNodeSetParams(exec, node->handle, node->block, node->context);
+/* Sets the node in the executable, or IN_GRAPH: a memcpy node in the graph that it was captured into. Returns 0, or -1
+   with an error that names it. */
+static int node_set(const Node *node, int kind, Handle exec) {
+    static const char *const what[] = {"cuGraphExecKernelNodeSetParams", "cuGraphExecMemsetNodeSetParams",
+                                       "cuGraphExecMemcpyNodeSetParams", "cuGraphMemcpyNodeSetParams"};
+    int code = 0;
+    switch (kind) {
+    case KERNEL: code = cu.GraphExecKernelNodeSetParams(exec, node->handle, node->block); break;
+    case FILL: code = cu.GraphExecMemsetNodeSetParams(exec, node->handle, node->block, node->context); break;
+    case COPY: code = cu.GraphExecMemcpyNodeSetParams(exec, node->handle, node->block, node->context); break;
+    case IN_GRAPH: code = cu.GraphMemcpyNodeSetParams(node->handle, node->block); break;
     }
-    if (!code) return 0;
-    driver_error_at(code, what, node->label);
-    return -1;
-}
-
-/* Sets a memcpy node in the graph that it was captured into. Returns as `node_set`. */
-static int node_set_in_graph(const Node *node) {
-    int code = cu.GraphMemcpyNodeSetParams(node->handle, node->block);
-    if (!code) return 0;
-    driver_error_at(code, "cuGraphMemcpyNodeSetParams", node->label);
-    return -1;
+    if (code) driver_error_at(code, what[kind], node->label);
+    return code ? -1 : 0;
 }
 
 void blocks_clear(Blocks *self) {
@@ -100,20 +81,16 @@ void blocks_clear(Blocks *self) {
 }
 
 static int read_slots(Blocks *self, PyObject *slots) {
-    unsigned long long node, offset, region, delta;
+    const Py_ssize_t ends[] = {(Py_ssize_t)self->nodes, PY_SSIZE_T_MAX, (Py_ssize_t)self->regions, PY_SSIZE_T_MAX};
     size_t before = 0;
     for (size_t i = 0; i < self->slots; i++) {
-        PyObject *item = PyTuple_GET_ITEM(slots, (Py_ssize_t)i);
-        if (!is_tuple(item, "pointer slot", (Py_ssize_t)i)
-            || !PyArg_ParseTuple(item, "KKKK;a pointer slot is (node, offset, region, delta)", &node, &offset, &region,
-                                 &delta))
-            return -1;
-        if (node >= self->nodes || region >= self->regions || region < before || self->node[node].size < 8
-            || offset > self->node[node].size - 8) {
-            PyErr_SetString(PyExc_ValueError, "a pointer slot lies outside of its node or region, or is out of order");
-            return -1;
-        }
-        self->slot[i] = (Slot){self->node[node].block + offset, delta, (size_t)node};
+        Py_ssize_t slot[4]; /* node, offset, region, delta */
+        size_t node, offset, region;
+        if (read_record(slots, (Py_ssize_t)i, "pointer slot", 4, ends, slot)) return -1;
+        node = (size_t)slot[0], offset = (size_t)slot[1], region = (size_t)slot[2];
+        if (region < before || self->node[node].size < 8 || offset > self->node[node].size - 8)
+            return refuse("a pointer slot lies outside of its node, or is out of order");
+        self->slot[i] = (Slot){self->node[node].block + offset, (uint64_t)slot[3], node};
         self->first[region + 1] = i + 1;
         before = region;
     }
@@ -123,22 +100,18 @@ static int read_slots(Blocks *self, PyObject *slots) {
 }
 
 static int read_words(Blocks *self, PyObject *words) {
+    const Py_ssize_t ends[] = {(Py_ssize_t)self->nodes, PY_SSIZE_T_MAX, TYPES};
     for (size_t i = 0; i < self->words; i++) {
-        PyObject *item = PyTuple_GET_ITEM(words, (Py_ssize_t)i);
-        unsigned long long node, offset;
+        Py_ssize_t slot[3]; /* node, offset, type */
         Word *word = &self->word[i];
+        const Node *node;
         size_t length;
-        if (!is_tuple(item, "number slot", (Py_ssize_t)i)
-            || !PyArg_ParseTuple(item, "KKi;a number slot is (node, offset, type)", &node, &offset, &word->type))
-            return -1;
-        length = size_of_word(word->type);
-        if (!length || node >= self->nodes || self->node[node].kind || self->node[node].size < length
-            || offset > self->node[node].size - length) {
-            PyErr_SetString(PyExc_ValueError, "a number slot lies outside of its node, or has an unknown type");
-            return -1;
-        }
-        word->node = (size_t)node;
-        word->where = self->node[node].block + offset;
+        if (read_record(words, (Py_ssize_t)i, "number slot", 3, ends, slot)) return -1;
+        node = &self->node[slot[0]];
+        length = size_of_word(slot[2]);
+        if (node->kind || node->size < length || (size_t)slot[1] > node->size - length)
+            return refuse("a number slot lies outside of its node");
+        *word = (Word){node->block + slot[1], (size_t)slot[0], slot[2], 0};
         memcpy(&word->held, word->where, length);
         self->value[i] = word->held;
     }
@@ -146,32 +119,28 @@ static int read_words(Blocks *self, PyObject *words) {
 }
 
 int blocks_init(Blocks *self, const Parts *parts) {
-    if (parts->regions < 0) {
-        PyErr_SetString(PyExc_ValueError, "a negative number of regions");
-        return -1;
-    }
+    Py_ssize_t nodes = PyTuple_GET_SIZE(parts->nodes), slots = PyTuple_GET_SIZE(parts->slots);
+    Py_ssize_t words = PyTuple_GET_SIZE(parts->words), regions = parts->regions;
+    if (regions < 0) return refuse("a negative number of regions");
     self->exec = (Handle)(uintptr_t)parts->exec;
-    self->regions = (size_t)parts->regions;
+    self->regions = (size_t)regions;
     self->stale = 1;
     self->rebuild = parts->rebuild == Py_None ? NULL : Py_NewRef(parts->rebuild);
     self->by_graph = self->rebuild && parts->by_graph;
-    self->nodes = (size_t)PyTuple_GET_SIZE(parts->nodes);
-    self->slots = (size_t)PyTuple_GET_SIZE(parts->slots);
-    self->words = (size_t)PyTuple_GET_SIZE(parts->words);
-    if (!(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
-        || !(self->slot = PyMem_Calloc(self->slots + 1, sizeof *self->slot))
-        || !(self->first = PyMem_Calloc(self->regions + 1, sizeof *self->first))
-        || !(self->dirty = PyMem_Calloc(self->nodes + 1, sizeof *self->dirty))
-        || !(self->turn_of = PyMem_Calloc(self->nodes + 1, sizeof *self->turn_of))
-        || !(self->base = PyMem_Calloc(self->regions + 1, sizeof *self->base))
-        || !(self->word = PyMem_Calloc(self->words + 1, sizeof *self->word))
-        || !(self->value = PyMem_Calloc(self->words + 1, sizeof *self->value))
-        || !(self->lock = PyThread_allocate_lock())) {
+    self->nodes = (size_t)nodes;
+    self->slots = (size_t)slots;
+    self->words = (size_t)words;
+    if (!(self->node = zeros(nodes, sizeof *self->node)) || !(self->slot = zeros(slots, sizeof *self->slot))
+        || !(self->first = zeros(regions, sizeof *self->first)) || !(self->dirty = zeros(nodes, sizeof *self->dirty))
+        || !(self->turn_of = zeros(nodes, sizeof *self->turn_of)) || !(self->base = zeros(regions, sizeof *self->base))
+        || !(self->word = zeros(words, sizeof *self->word)) || !(self->value = zeros(words, sizeof *self->value)))
+        return -1;
+    if (!(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
         return -1;
     }
-    for (size_t i = 0; i < self->nodes; i++)
-        if (node_read(&self->node[i], PyTuple_GET_ITEM(parts->nodes, (Py_ssize_t)i), (Py_ssize_t)i)) return -1;
+    for (Py_ssize_t i = 0; i < nodes; i++)
+        if (node_read(&self->node[i], PyTuple_GET_ITEM(parts->nodes, i), i)) return -1;
     return read_slots(self, parts->slots) || read_words(self, parts->words) ? -1 : 0;
 }
 
@@ -212,7 +181,7 @@ static Py_ssize_t set_by_graph(Blocks *self) {
     size_t i;
     PyErr_Fetch(&type, &error, &traceback);
     for (i = 0; i < self->nodes; i++)
-        if (self->node[i].kind == COPY && node_set_in_graph(&self->node[i])) break;
+        if (self->node[i].kind == COPY && node_set(&self->node[i], IN_GRAPH, NULL)) break;
     if (i == self->nodes) exec = PyObject_CallOneArg(self->rebuild, error ? error : Py_None);
     Py_XDECREF(type);
     Py_XDECREF(error);
@@ -222,7 +191,7 @@ static Py_ssize_t set_by_graph(Blocks *self) {
     Py_DECREF(exec);
     if (PyErr_Occurred()) return -1;
     for (i = 0; i < self->nodes; i++)
-        if (self->node[i].kind != COPY && node_set(&self->node[i], self->exec)) return -1;
+        if (self->node[i].kind != COPY && node_set(&self->node[i], self->node[i].kind, self->exec)) return -1;
     self->stale = 0;
     return (Py_ssize_t)self->nodes;
 }
@@ -239,7 +208,7 @@ Py_ssize_t set_listed(Blocks *self, size_t count) {
     if (lists_copy(self, count)) return set_by_graph(self);
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
-        if (node_set(node, self->exec)) {
+        if (node_set(node, node->kind, self->exec)) {
             if (node->kind != COPY || !self->rebuild) return -1;
             self->by_graph = 1;
             return set_by_graph(self);

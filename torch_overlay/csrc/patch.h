@@ -15,7 +15,7 @@ typedef struct {
     int kind; /* KERNEL, FILL or COPY */
 } Node;
 
-enum { KERNEL, FILL, COPY };
+enum { KERNEL, FILL, COPY, IN_GRAPH };
 
 /* A pointer slot. */
 typedef struct {

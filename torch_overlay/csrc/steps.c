@@ -1,5 +1,8 @@
 /* Runs generated code as data: its calls of Python functions, and its kernels, which are launched from here. Note [Code
-   as steps] of `relaunch.steps`. */
+   as steps] of `relaunch.steps`.
+
+   All that steps take and make has a place in one row: words, which are the values of kernels' parameters, and objects:
+   constants, numbers, the inputs, and what steps make. */
 
 #include "data_ptr.h"
 #include "device.h"
@@ -8,226 +11,93 @@
 
 #include <structmember.h>
 
-enum { SLOT, CONSTANT, POOLED, BUILT }; /* kinds of operands */
+enum { CALL, TUPLE, LIST, KERNEL, KINDS }; /* TUPLE, LIST: make one of the operands */
 
-enum { POINTER, WORD, BYTES }; /* kinds of parameters */
+enum { FEW = 256, AXES = 3, MOST_PARAMETERS = 256 };
 
-enum { NUMBER_I, NUMBER_F, TUPLE, LIST }; /* kinds of what is built */
-
-enum { WHOLE = -1, FEW = 256, MOST_PARAMETERS = 256 };
-
-typedef struct {
-    int kind, number;
-} Operand;
-
-typedef struct {
-    int kind, count;
-    int number; /* of a result */
-    Operand *item;
-} Built;
-
-typedef struct {
-    int item, slot; /* item: WHOLE, or a position in what the call returns */
-} Kept;
-
+/* The objects belong to the tuple of all steps. */
 typedef struct {
     int kind;
-    int number; /* of a slot or word */
-    uint64_t bytes;
-} Parameter;
-
-typedef struct {
-    PyObject *function, *names; /* function: NULL for a kernel */
-    Operand *argument;
-    Kept *kept;
+    PyObject *function, *names;   /* names: of the last operands */
+    Py_ssize_t *operand, *item;   /* operand: places; a kernel's grid, then its parameters */
+    Py_ssize_t *result, *dropped; /* places; item: 0 for the whole of what the call returns, or a position + 1 */
+    Py_ssize_t operands, items, results, drops;
     Handle kernel;
-    Parameter *parameter;
-    Operand grid[3]; /* kind: 1 if `number` is of a word */
     unsigned threads, shared;
-    char *label;
-    int *dropped;
-    int arguments, keptcount, parameters, drops;
+    const char *label;
 } CodeStep;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *constants, *kept; /* kept: what else has to live */
+    PyObject *constants, *source; /* source: the tuple of the steps */
     Device device;
-    Program numbers;
+    Program numbers; /* results: words, then numbers */
     Word *word;
-    Py_ssize_t words, slots, inputs, built, pooled, steps;
-    Built *build; /* the first ones are made once a run */
+    Py_ssize_t words, inputs, first, objects, steps, result; /* first: the first place that a step may drop */
     CodeStep *step;
-    Operand result;
     unsigned long long runs;
 } Steps;
 
 typedef struct {
     const Steps *of;
     const uint64_t *value;
-    PyObject **slot, **pool;
+    PyObject **object;
 } Run;
 
 static PyTypeObject *steps_type;
 
 /* -- reading */
 
-static void *zeros(size_t count, size_t size) {
-    void *made = PyMem_Calloc(count + 1, size);
-    if (!made) PyErr_NoMemory();
-    return made;
-}
-
-static int in_range(int number, Py_ssize_t end, const char *what) {
-    if (number >= 0 && number < end) return 1;
-    PyErr_Format(PyExc_ValueError, "a step names %s %d, which isn't there", what, number);
-    return 0;
-}
-
-static int read_operand(const Steps *self, PyObject *item, Operand *to, Py_ssize_t built) {
-    const Py_ssize_t ends[] = {self->slots, PyTuple_GET_SIZE(self->constants), self->pooled, self->built};
-    if (!is_tuple(item, "operand", -1)
-        || !PyArg_ParseTuple(item, "ii;an operand is (kind, number)", &to->kind, &to->number))
-        return -1;
-    if (!in_range(to->kind, 4, "operands of kind") || !in_range(to->number, ends[to->kind], "an operand's number"))
-        return -1;
-    if (to->kind >= POOLED && to->number >= built) {
-        PyErr_SetString(PyExc_ValueError, "an operand is built of what comes later");
-        return -1;
-    }
-    return 0;
-}
-
-static Operand *read_operands(const Steps *self, PyObject *items, int *count, Py_ssize_t built) {
-    Operand *made;
-    if (!is_tuple(items, "the operands", -1)) return NULL;
-    *count = (int)PyTuple_GET_SIZE(items);
-    if (!(made = zeros((size_t)*count, sizeof *made))) return NULL;
-    for (int i = 0; i < *count; i++)
-        if (read_operand(self, PyTuple_GET_ITEM(items, i), &made[i], built)) {
-            PyMem_Free(made);
-            return NULL;
-        }
-    return made;
-}
-
-static int read_builds(Steps *self, PyObject *builds) {
-    for (Py_ssize_t i = 0; i < self->built; i++) {
-        Built *each = &self->build[i];
-        PyObject *items;
-        if (!is_tuple(PyTuple_GET_ITEM(builds, i), "what is built", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(builds, i), "iiO!;what is built is (kind, number, operands)",
-                                 &each->kind, &each->number, &PyTuple_Type, &items)
-            || !(each->item = read_operands(self, items, &each->count, i)))
-            return -1;
-        if (each->kind <= NUMBER_F && !in_range(each->number, self->numbers.results, "result")) return -1;
-        if (!in_range(each->kind, LIST + 1, "what is built of kind")) return -1;
-        for (int k = 0; i < self->pooled && k < each->count; k++)
-            if (each->item[k].kind == SLOT || each->kind == LIST) {
-                PyErr_SetString(PyExc_ValueError, "what is built once a run has a slot, or is a list");
-                return -1;
-            }
-    }
-    return 0;
-}
-
-static int read_kernel(Steps *self, CodeStep *step, PyObject *grid, PyObject *parameters) {
-    if (!is_tuple(parameters, "the parameters", -1) || !is_tuple(grid, "the grid", -1)) return -1;
-    step->parameters = (int)PyTuple_GET_SIZE(parameters);
-    if (step->parameters > MOST_PARAMETERS || PyTuple_GET_SIZE(grid) != 3) {
-        PyErr_SetString(PyExc_ValueError, "a kernel has too many parameters, or no three dimensions");
-        return -1;
-    }
-    if (!(step->parameter = zeros((size_t)step->parameters, sizeof *step->parameter))) return -1;
-    for (int i = 0; i < 3; i++) {
-        Operand *axis = &step->grid[i];
-        if (!is_tuple(PyTuple_GET_ITEM(grid, i), "blocks", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(grid, i), "pi;blocks are (is a word, number)", &axis->kind,
-                                 &axis->number)
-            || (axis->kind && !in_range(axis->number, self->words, "word")))
-            return -1;
-    }
-    for (int i = 0; i < step->parameters; i++) {
-        Parameter *each = &step->parameter[i];
-        unsigned long long bytes;
-        if (!is_tuple(PyTuple_GET_ITEM(parameters, i), "parameter", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iiK;a parameter is (kind, number, bytes)",
-                                 &each->kind, &each->number, &bytes)
-            || !in_range(each->kind, BYTES + 1, "parameters of kind")
-            || (each->kind == POINTER && !in_range(each->number, self->slots, "slot"))
-            || (each->kind == WORD && !in_range(each->number, self->words, "word")))
-            return -1;
-        each->bytes = bytes;
-    }
-    return 0;
-}
-
-static int read_call(Steps *self, CodeStep *step, PyObject *arguments, PyObject *kept) {
-    if (!(step->argument = read_operands(self, arguments, &step->arguments, self->built))
-        || !is_tuple(kept, "what is kept", -1))
-        return -1;
-    if (PyTuple_GET_SIZE(step->names) > step->arguments) {
-        PyErr_SetString(PyExc_ValueError, "a call has more names than arguments");
-        return -1;
-    }
-    step->keptcount = (int)PyTuple_GET_SIZE(kept);
-    if (!(step->kept = zeros((size_t)step->keptcount, sizeof *step->kept))) return -1;
-    for (int i = 0; i < step->keptcount; i++)
-        if (!is_tuple(PyTuple_GET_ITEM(kept, i), "what is kept", i)
-            || !PyArg_ParseTuple(PyTuple_GET_ITEM(kept, i), "ii;what is kept is (item, slot)", &step->kept[i].item,
-                                 &step->kept[i].slot)
-            || !in_range(step->kept[i].slot, self->slots, "slot"))
-            return -1;
-    return 0;
-}
-
-static int read_step(Steps *self, CodeStep *step, PyObject *item) {
-    PyObject *function, *first, *second, *drops;
+static int read_kernel(const Steps *self, CodeStep *step) {
     unsigned long long kernel;
-    const char *label;
-    if (!PyArg_ParseTuple(
-            item, "OO!OOO!KIIs;a step is (function, names, arguments, kept, drops, kernel, threads, shared, label)",
-            &function, &PyTuple_Type, &step->names, &first, &second, &PyTuple_Type, &drops, &kernel, &step->threads,
-            &step->shared, &label))
+    if (!is_tuple(step->function, "a kernel", -1)
+        || !PyArg_ParseTuple(step->function, "KIIs;a kernel is (handle, threads, shared, label)", &kernel,
+                             &step->threads, &step->shared, &step->label))
         return -1;
-    Py_INCREF(step->names);
-    if (function != Py_None) step->function = Py_NewRef(function);
     step->kernel = (Handle)(uintptr_t)kernel;
-    if (!(step->label = PyMem_Malloc(strlen(label) + 1))) {
-        PyErr_NoMemory();
+    if (step->operands < AXES || step->operands > AXES + MOST_PARAMETERS)
+        return refuse("a kernel has too many parameters, or no three dimensions");
+    for (int i = 0; i < AXES; i++)
+        if (step->operand[i] >= self->words) return refuse("a grid is made of words");
+    return 0;
+}
+
+static int read_step(const Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) {
+    PyObject *operands, *items, *results, *drops;
+    Py_ssize_t end = self->words + self->objects;
+    if (!is_tuple(item, "step", i)
+        || !PyArg_ParseTuple(item, "iOO!OOOO;a step is (kind, function, names, operands, items, results, drops)",
+                             &step->kind, &step->function, &PyTuple_Type, &step->names, &operands, &items, &results,
+                             &drops))
         return -1;
-    }
-    strcpy(step->label, label);
-    step->drops = (int)PyTuple_GET_SIZE(drops);
-    if (!(step->dropped = zeros((size_t)step->drops, sizeof *step->dropped))) return -1;
-    for (int i = 0; i < step->drops; i++) {
-        step->dropped[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(drops, i));
-        if (PyErr_Occurred() || !in_range(step->dropped[i], self->slots, "slot")) return -1;
-    }
-    return step->function ? read_call(self, step, first, second) : read_kernel(self, step, first, second);
+    if (step->kind < 0 || step->kind >= KINDS) return refuse("a step of an unknown kind");
+    if (!(step->operand =
+              read_row(operands, "an operand", step->kind == KERNEL ? 0 : self->words, end, &step->operands))
+        || !(step->item = read_row(items, "an item", 0, PY_SSIZE_T_MAX, &step->items))
+        || !(step->result = read_row(results, "a result", self->first, end, &step->results))
+        || !(step->dropped = read_row(drops, "what is dropped", self->first, end, &step->drops)))
+        return -1;
+    if (step->items != step->results || PyTuple_GET_SIZE(step->names) > step->operands
+        || ((step->kind == TUPLE || step->kind == LIST) && step->results != 1))
+        return refuse("a step has more names than operands, or other items than results");
+    return step->kind == KERNEL ? read_kernel(self, step) : 0;
 }
 
 static void steps_dealloc(Steps *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     for (Py_ssize_t i = 0; self->step && i < self->steps; i++) {
-        CodeStep *step = &self->step[i];
-        Py_XDECREF(step->function);
-        Py_XDECREF(step->names);
-        PyMem_Free(step->argument);
-        PyMem_Free(step->kept);
-        PyMem_Free(step->parameter);
-        PyMem_Free(step->label);
-        PyMem_Free(step->dropped);
+        PyMem_Free(self->step[i].operand);
+        PyMem_Free(self->step[i].item);
+        PyMem_Free(self->step[i].result);
+        PyMem_Free(self->step[i].dropped);
     }
-    for (Py_ssize_t i = 0; self->build && i < self->built; i++) PyMem_Free(self->build[i].item);
     PyMem_Free(self->step);
-    PyMem_Free(self->build);
     PyMem_Free(self->word);
     program_clear(&self->numbers);
     device_clear(&self->device);
     Py_XDECREF(self->constants);
-    Py_XDECREF(self->kept);
+    Py_XDECREF(self->source);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -235,119 +105,92 @@ static void steps_dealloc(Steps *self) {
 static int steps_traverse(Steps *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->constants);
-    Py_VISIT(self->kept);
-    for (Py_ssize_t i = 0; self->step && i < self->steps; i++) Py_VISIT(self->step[i].function);
+    Py_VISIT(self->source);
+    return 0;
+}
+
+static int read_steps(Steps *self, PyObject *numbers, PyObject *words, PyObject *device) {
+    Py_ssize_t *type, known;
+    if (device_init(&self->device, device) || program_init(&self->numbers, numbers)
+        || !(type = read_row(words, "the type of a word", 0, TYPES, &self->words)))
+        return -1;
+    if ((self->word = zeros(self->words, sizeof *self->word)))
+        for (Py_ssize_t i = 0; i < self->words; i++) self->word[i].type = type[i];
+    PyMem_Free(type);
+    self->first = self->words + PyTuple_GET_SIZE(self->constants) + self->numbers.results - self->words;
+    known = self->first - self->words + self->inputs;
+    if (!self->word) return -1;
+    if (self->words > self->numbers.results || self->inputs < self->numbers.least || self->objects < known
+        || self->result < self->words || self->result >= self->words + self->objects)
+        return refuse("steps with other numbers of words, objects or inputs than they name");
+    if (!(self->step = zeros(PyTuple_GET_SIZE(self->source), sizeof *self->step))) return -1;
+    self->steps = PyTuple_GET_SIZE(self->source);
+    for (Py_ssize_t i = 0; i < self->steps; i++)
+        if (read_step(self, &self->step[i], PyTuple_GET_ITEM(self->source, i), i)) return -1;
     return 0;
 }
 
 static PyObject *py_steps(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"numbers", "words", "constants", "builds", "pooled", "steps",
-                            "result",  "slots", "inputs",    "device", "kept",   NULL};
-    PyObject *numbers, *words, *builds, *steps, *result, *device;
+    static char *names[] = {"numbers", "words", "constants", "steps", "result", "objects", "inputs", "device", NULL};
+    PyObject *numbers, *words, *device;
     Steps *self = (Steps *)steps_type->tp_alloc(steps_type, 0);
     if (!self) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!nO!OnnOO", names, &numbers, &PyTuple_Type, &words,
-                                     &PyTuple_Type, &self->constants, &PyTuple_Type, &builds, &self->pooled,
-                                     &PyTuple_Type, &steps, &result, &self->slots, &self->inputs, &device,
-                                     &self->kept)) {
-        self->constants = self->kept = NULL; /* they are borrowed */
-        goto failed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!nnnO", names, &numbers, &words, &PyTuple_Type,
+                                     &self->constants, &PyTuple_Type, &self->source, &self->result, &self->objects,
+                                     &self->inputs, &device)) {
+        self->constants = self->source = NULL; /* they are borrowed */
+        Py_CLEAR(self);
+        return NULL;
     }
     Py_INCREF(self->constants);
-    Py_INCREF(self->kept);
-    self->built = PyTuple_GET_SIZE(builds);
-    self->words = PyTuple_GET_SIZE(words);
-    if (device_init(&self->device, device) || program_init(&self->numbers, numbers)) goto failed;
-    if (self->pooled > self->built || self->pooled < 0 || self->words > self->numbers.results
-        || self->slots < self->inputs || self->inputs < self->numbers.least) {
-        PyErr_SetString(PyExc_ValueError, "steps with other numbers of words, slots or inputs than they name");
-        goto failed;
-    }
-    if (!(self->build = zeros((size_t)self->built, sizeof *self->build))
-        || !(self->word = zeros((size_t)self->words, sizeof *self->word)))
-        goto failed;
-    for (Py_ssize_t i = 0; i < self->words; i++) {
-        self->word[i].type = (int)PyLong_AsLong(PyTuple_GET_ITEM(words, i));
-        if (PyErr_Occurred()) goto failed;
-        if (!size_of_word(self->word[i].type)) {
-            PyErr_SetString(PyExc_ValueError, "a word of an unknown type");
-            goto failed;
-        }
-    }
-    if (read_builds(self, builds) || !(self->step = zeros((size_t)PyTuple_GET_SIZE(steps), sizeof *self->step)))
-        goto failed;
-    self->steps = PyTuple_GET_SIZE(steps);
-    for (Py_ssize_t i = 0; i < self->steps; i++)
-        if (!is_tuple(PyTuple_GET_ITEM(steps, i), "step", i)
-            || read_step(self, &self->step[i], PyTuple_GET_ITEM(steps, i)))
-            goto failed;
-    if (read_operand(self, result, &self->result, self->built)) goto failed;
+    Py_INCREF(self->source);
+    if (read_steps(self, numbers, words, device)) Py_CLEAR(self);
     return (PyObject *)self;
-failed:
-    Py_DECREF(self);
-    return NULL;
 }
 
 /* -- running */
 
-static PyObject *build(const Run *run, int number);
-
-/* Returns a new reference. */
-static PyObject *operand(const Run *run, Operand of) {
-    PyObject *found;
-    switch (of.kind) {
-    case CONSTANT: return Py_NewRef(PyTuple_GET_ITEM(run->of->constants, of.number));
-    case POOLED: return Py_NewRef(run->pool[of.number]);
-    case BUILT: return build(run, of.number);
-    }
-    if ((found = run->slot[of.number])) return Py_NewRef(found);
-    return PyErr_Format(PyExc_RuntimeError, "slot %d is empty", of.number);
+/* Returns a borrowed reference. */
+static PyObject *object_at(const Run *run, Py_ssize_t place) {
+    PyObject *found = run->object[place - run->of->words];
+    return found ? found : PyErr_Format(PyExc_RuntimeError, "place %zd is empty", place);
 }
 
-static PyObject *build(const Run *run, int number) {
-    const Built *self = &run->of->build[number];
-    PyObject *made, *item;
-    if (self->kind == NUMBER_I) return PyLong_FromLongLong((int64_t)run->value[self->number]);
-    if (self->kind == NUMBER_F) {
-        double value;
-        memcpy(&value, &run->value[self->number], sizeof value);
-        return PyFloat_FromDouble(value);
-    }
-    made = self->kind == TUPLE ? PyTuple_New(self->count) : PyList_New(self->count);
-    for (int i = 0; made && i < self->count; i++) {
-        if (!(item = operand(run, self->item[i])))
+static PyObject *build(const Run *run, const CodeStep *step) {
+    PyObject *made = step->kind == TUPLE ? PyTuple_New(step->operands) : PyList_New(step->operands);
+    for (Py_ssize_t i = 0; made && i < step->operands; i++) {
+        PyObject *item = object_at(run, step->operand[i]);
+        if (!item)
             Py_CLEAR(made);
-        else if (self->kind == TUPLE)
-            PyTuple_SET_ITEM(made, i, item);
+        else if (step->kind == TUPLE)
+            PyTuple_SET_ITEM(made, i, Py_NewRef(item));
         else
-            PyList_SET_ITEM(made, i, item);
+            PyList_SET_ITEM(made, i, Py_NewRef(item));
     }
     return made;
 }
 
-static int keep(const Run *run, const CodeStep *step, PyObject *result) {
-    for (int i = 0; i < step->keptcount; i++) {
-        const Kept *each = &step->kept[i];
-        PyObject *item = each->item == WHOLE ? Py_NewRef(result) : PySequence_GetItem(result, each->item);
-        if (!item) return -1;
-        Py_XSETREF(run->slot[each->slot], item);
-    }
-    return 0;
+static PyObject *call(const Run *run, const CodeStep *step) {
+    PyObject *few[16], **arguments = few, *result = NULL;
+    Py_ssize_t i = 0, named = PyTuple_GET_SIZE(step->names);
+    if (step->operands > 16 && !(arguments = zeros(step->operands, sizeof *arguments))) return NULL;
+    while (i < step->operands && (arguments[i] = object_at(run, step->operand[i]))) i++;
+    if (i == step->operands)
+        result = PyObject_Vectorcall(step->function, arguments, (size_t)(i - named), named ? step->names : NULL);
+    if (arguments != few) PyMem_Free(arguments);
+    return result;
 }
 
-static int call(const Run *run, const CodeStep *step) {
-    PyObject *few[16], **arguments = few, *result = NULL;
-    Py_ssize_t named = PyTuple_GET_SIZE(step->names);
-    int i = 0, code = -1;
-    if (step->arguments > 16 && !(arguments = zeros((size_t)step->arguments, sizeof *arguments))) return -1;
-    for (; i < step->arguments; i++)
-        if (!(arguments[i] = operand(run, step->argument[i]))) break;
-    if (i == step->arguments)
-        result = PyObject_Vectorcall(step->function, arguments, (size_t)(step->arguments - named),
-                                     named ? step->names : NULL);
-    while (i) Py_DECREF(arguments[--i]);
-    if (arguments != few) PyMem_Free(arguments);
-    if (result) code = keep(run, step, result);
+/* Steals the result of a step. */
+static int keep(const Run *run, const CodeStep *step, PyObject *result) {
+    int code = result ? 0 : -1;
+    for (Py_ssize_t i = 0; !code && i < step->results; i++) {
+        PyObject *item = step->item[i] ? PySequence_GetItem(result, step->item[i] - 1) : Py_NewRef(result);
+        if (item)
+            Py_XSETREF(run->object[step->result[i] - run->of->words], item);
+        else
+            code = -1;
+    }
     Py_XDECREF(result);
     return code;
 }
@@ -357,21 +200,16 @@ static int launch(const Run *run, const CodeStep *step, Handle stream) {
     uint64_t value[MOST_PARAMETERS];
     void *at[MOST_PARAMETERS + 1];
     int code;
-    for (int i = 0; i < 3; i++) {
-        config.grid[i] =
-            (unsigned)(step->grid[i].kind ? run->value[step->grid[i].number] : (uint64_t)step->grid[i].number);
-        if (!config.grid[i]) return 0; /* as torch's launcher does it */
-    }
-    for (int i = 0; i < step->parameters; i++) {
-        const Parameter *each = &step->parameter[i];
+    for (int i = 0; i < AXES; i++)
+        if (!(config.grid[i] = (unsigned)run->value[step->operand[i]])) return 0; /* as torch's launcher does it */
+    for (Py_ssize_t i = 0; i < step->operands - AXES; i++) {
+        Py_ssize_t place = step->operand[AXES + i];
+        PyObject *tensor;
         at[i] = &value[i];
-        value[i] = each->kind == WORD ? run->value[each->number] : each->bytes;
-        if (each->kind != POINTER) continue;
-        if (!run->slot[each->number]) {
-            PyErr_Format(PyExc_RuntimeError, "slot %d is empty", each->number);
+        if (place < run->of->words)
+            value[i] = run->value[place];
+        else if (!(tensor = object_at(run, place)) || address_of(tensor, &value[i]))
             return -1;
-        }
-        if (address_of(run->slot[each->number], &value[i])) return -1;
     }
     Py_BEGIN_ALLOW_THREADS code = cu.LaunchKernelEx(&config, step->kernel, at, NULL);
     Py_END_ALLOW_THREADS if (!code) return 0;
@@ -379,22 +217,39 @@ static int launch(const Run *run, const CodeStep *step, Handle stream) {
     return -1;
 }
 
-static int run_steps(Steps *self, const Run *run, Handle stream) {
-    for (Py_ssize_t i = 0; i < self->pooled; i++)
-        if (!(run->pool[i] = build(run, (int)i))) return -1;
+static int run_steps(const Steps *self, const Run *run, Handle stream) {
     for (Py_ssize_t i = 0; i < self->steps; i++) {
         const CodeStep *step = &self->step[i];
-        if (step->function ? call(run, step) : launch(run, step, stream)) return -1;
-        for (int k = 0; k < step->drops; k++) Py_CLEAR(run->slot[step->dropped[k]]);
+        if (step->kind == KERNEL ? launch(run, step, stream)
+                                 : keep(run, step, step->kind == CALL ? call(run, step) : build(run, step)))
+            return -1;
+        for (Py_ssize_t k = 0; k < step->drops; k++) Py_CLEAR(run->object[step->dropped[k] - self->words]);
     }
     return 0;
 }
 
+/* Returns a new reference to a number of the run. */
+static PyObject *number(const Run *run, Py_ssize_t result) {
+    double value;
+    memcpy(&value, &run->value[result], sizeof value);
+    return run->of->numbers.is_float[run->of->numbers.result[result]]
+               ? PyFloat_FromDouble(value)
+               : PyLong_FromLongLong((int64_t)run->value[result]);
+}
+
+/* Puts the numbers and the inputs into the row, of which the rest is NULL. */
+static int begin(const Steps *self, const Run *run, PyObject *inputs) {
+    PyObject **next = run->object + PyTuple_GET_SIZE(self->constants);
+    for (Py_ssize_t i = self->words; i < self->numbers.results; i++)
+        if (!(*next++ = number(run, i))) return -1;
+    for (Py_ssize_t i = 0; i < self->inputs; i++) *next++ = Py_NewRef(PyList_GET_ITEM(inputs, i));
+    return PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL);
+}
+
 static PyObject *steps_run(Steps *self, PyObject *inputs) {
-    size_t results = (size_t)self->numbers.results, objects = (size_t)(self->slots + self->pooled);
+    size_t objects = (size_t)self->objects, constants = (size_t)PyTuple_GET_SIZE(self->constants);
     uint64_t few_values[FEW], *values = few_values;
-    PyObject *few[FEW], **slots = few, *result = NULL;
-    Run run = {.of = self};
+    PyObject *few[FEW], **object = few, *result = NULL;
     Handle stream = NULL;
     int code;
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) != self->inputs) Py_RETURN_NONE;
@@ -402,27 +257,22 @@ static PyObject *steps_run(Steps *self, PyObject *inputs) {
         if (code) return NULL;
         Py_RETURN_NONE;
     }
-    if (results > FEW && !(values = zeros(results, sizeof *values))) return NULL;
-    if (objects > FEW && !(slots = PyMem_Malloc(objects * sizeof *slots))) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    memset(slots, 0, objects * sizeof *slots);
-    run.value = values;
-    run.slot = slots;
-    run.pool = slots + self->slots;
+    if (self->numbers.results > FEW && !(values = zeros(self->numbers.results, sizeof *values))) return NULL;
+    if (objects > FEW && !(object = zeros(self->objects, sizeof *object))) goto done;
     if ((code = program_run(&self->numbers, inputs, self->word, (size_t)self->words, values)) <= 0) {
         if (!code) result = Py_NewRef(Py_None);
         goto done;
     }
-    for (Py_ssize_t i = 0; i < self->inputs; i++) slots[i] = Py_NewRef(PyList_GET_ITEM(inputs, i));
-    if (!PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL) && !run_steps(self, &run, stream)
-        && (result = operand(&run, self->result)))
+    for (size_t i = 0; i < objects; i++) object[i] = i < constants ? PyTuple_GET_ITEM(self->constants, i) : NULL;
+    Run run = {self, values, object};
+    if (!begin(self, &run, inputs) && !run_steps(self, &run, stream) && (result = object_at(&run, self->result))) {
+        Py_INCREF(result);
         self->runs++;
-    for (size_t i = 0; i < objects; i++) Py_CLEAR(slots[i]);
+    }
+    for (size_t i = constants; i < objects; i++) Py_CLEAR(object[i]);
 done:
     if (values != few_values) PyMem_Free(values);
-    if (slots && slots != few) PyMem_Free(slots);
+    if (object && object != few) PyMem_Free(object);
     return result;
 }
 

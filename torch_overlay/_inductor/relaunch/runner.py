@@ -17,7 +17,7 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     otherwise                                                      capture (`region_graphs`), launch
 
 In the first call of a key, libraries and Triton choose their kernels, and the plan of the capture is observed
-(`FirstRuns`): which allocations become outputs, which inputs are seeds of attention or are freed, whether random
+(`observe`): which allocations become outputs, which inputs are seeds of attention or are freed, whether random
 numbers are drawn. The first one with some sizes is observed in full. The allocations of a further one, or of one in
 another thread, are the same; which inputs are large is not. Where there are many keys, most get no graph, so a key is
 observed just before its capture. Code that runs as compiled runs as steps of C, if it can (`steps`).
@@ -73,49 +73,43 @@ class Run(NamedTuple):
     seeds: frozenset[int] = frozenset()
 
 
-class FirstRuns:
-    """Runs a region without a graph."""
+def observe(region: CompiledRegion, inputs: list[Any]) -> Run:
+    """Run a region without a graph, and note what the run shows."""
+    given, with_run = storages(inputs), _before(region, inputs)
+    at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
+    observer = AllocationObserver()
+    namespace = namespace_of(region.model)
+    watch = Watch(observer, lambda number, call: call(), tuned_in=namespace)
+    with observed(namespace, observer), attention_seeds.noted() as noted, watch:
+        result = region.run("warm-up", inputs, code=region.model)
+    made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
+    # An input may have been freed by now, and the region may have allocated at its address.
+    fresh = [address for address in made if address not in given or address in observer.last]
+    plan = observer.plan(fresh, with_run(AllocationPlan()))
+    seeds = frozenset([at[address] for address in noted & at.keys()])
+    return Run(result, plan, seeds)
 
-    def __init__(self, region: CompiledRegion) -> None:
-        self.region, self.device, self.is_backward = region, region.device, region.code.is_backward
 
-    def run(self, inputs: list[Any], code: Any = None) -> Any:
-        return self.region.run("warm-up", inputs, code=code)
+def repeat(region: CompiledRegion, inputs: list[Any], known: AllocationPlan) -> Run:
+    """Run a region of which an observed run has shown `known`."""
+    with_run = _before(region, inputs)
+    result = region.run("warm-up", inputs)
+    return Run(result, with_run(known))
 
-    def observe(self, inputs: list[Any]) -> Run:
-        given, with_run = storages(inputs), self._before(inputs)
-        at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
-        observer = AllocationObserver()
-        namespace = namespace_of(self.region.model)
-        watch = Watch(observer, lambda number, call: call(), tuned_in=namespace)
-        with observed(namespace, observer), attention_seeds.noted() as noted, watch:
-            result = self.run(inputs, self.region.model)
-        made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
-        # An input may have been freed by now, and the region may have allocated at its address.
-        fresh = [address for address in made if address not in given or address in observer.last]
-        plan = observer.plan(fresh, with_run(AllocationPlan()))
-        seeds = frozenset([at[address] for address in noted & at.keys()])
-        return Run(result, plan, seeds)
 
-    def repeat(self, inputs: list[Any], known: AllocationPlan) -> Run:
-        """Run a region of which an observed run has shown `known`."""
-        with_run = self._before(inputs)
-        result = self.run(inputs)
-        return Run(result, with_run(known))
+def _before(region: CompiledRegion, inputs: Sequence[Any]) -> Callable[[AllocationPlan], AllocationPlan]:
+    """Return a function that adds to a plan, after a run, which large inputs of a backward it has freed, and
+    whether it advanced the generators. A graph of a forward doesn't depend on the inputs that are freed."""
+    drawn = [(generator, generator.get_offset()) for generator in region.device.generators(inputs)]
+    found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if region.code.is_backward and address_of(v)]
+    held = [(k, StorageWeakRef(storage)) for k, storage in found if storage.nbytes() >= LARGE]
 
-    def _before(self, inputs: Sequence[Any]) -> Callable[[AllocationPlan], AllocationPlan]:
-        """Return a function that adds to a plan, after a run, which large inputs of a backward it has freed, and
-        whether it advanced the generators. A graph of a forward doesn't depend on the inputs that are freed."""
-        drawn = [(generator, generator.get_offset()) for generator in self.device.generators(inputs)]
-        found = [(k, v.untyped_storage()) for k, v in enumerate(inputs) if self.is_backward and address_of(v)]
-        held = [(k, StorageWeakRef(storage)) for k, storage in found if storage.nbytes() >= LARGE]
+    def with_run(plan: AllocationPlan) -> AllocationPlan:
+        dying = frozenset([k for k, ref in held if ref.expired()])
+        random = any(generator.get_offset() != before for generator, before in drawn)
+        return dataclasses.replace(plan, dying=dying, random=random)
 
-        def with_run(plan: AllocationPlan) -> AllocationPlan:
-            dying = frozenset([k for k, ref in held if ref.expired()])
-            random = any(generator.get_offset() != before for generator, before in drawn)
-            return dataclasses.replace(plan, dying=dying, random=random)
-
-        return with_run
+    return with_run
 
 
 class Runner:
@@ -241,11 +235,10 @@ class Runner:
             return self.region.run("warm-up", inputs)
         listen()
         self.region.device.prepare()
-        runs = FirstRuns(self.region)
         if plan is not None:
-            run = runs.repeat(inputs, state.plan or plan)
+            run = repeat(self.region, inputs, state.plan or plan)
         else:
-            run = runs.observe(inputs)
+            run = observe(self.region, inputs)
             self._learn_seeds(key, state, run.seeds)
             self.plan = run.plan
         state.plan = run.plan

@@ -38,7 +38,7 @@ def counts() -> dict[str, int]:
     return {
         "runners": sum(bool(runner.states) for runner in list(known)),
         "templates": len(relaunch.live_relaunches),
-        "ranges": sum(r.space is not None for r in recording.live_recordings),
+        "ranges": sum(r.is_open for r in recording.live_recordings),
     }
 
 

@@ -25,11 +25,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import itertools
 import math
 import threading
 import types
 import weakref
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch._dynamo.utils import counters
@@ -41,14 +42,14 @@ from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES, Unfit
 from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, LaunchedBy, POINTER_LETTER, replaced, show
 from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, plain, Traced
-from torch_overlay._inductor.relaunch.proof.functions import binary_of
+from torch_overlay._inductor.relaunch.proof.functions import static_binary_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.numbers.expressions import Expression
@@ -63,100 +64,189 @@ OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 VALUES = torch.dtype, torch.layout, torch.memory_format, torch.device
 
 
-class Slot(NamedTuple):
-    """A tensor, by the number of its slot. The first ones are those of the inputs."""
-
-    number: int
-
-
-class Number(NamedTuple):
-    expression: Expression
-    is_float: bool
+CALL, TUPLE, LIST, KERNEL = range(4)  # kinds of steps, as in the C source
+WORD, CONSTANT, NUMBER, SLOT = range(4)  # what a step takes: places are in this order
+Operand: TypeAlias = "tuple[int, int]"  # one of these, and its number among them
+ADDRESS = "K"  # the type of a word
 
 
-class Call(NamedTuple):
-    """`kept`: (position in what it returns, slot); the position is -1 for the whole."""
+class Step(NamedTuple):
+    """A step in the form that C reads, but for the places. A tuple or list that a step takes is made by one before it.
+    `items`: positions + 1 in what a call returns, or 0 for the whole, of each result."""
 
-    function: Any
-    arguments: tuple[Any, ...]
+    kind: int
+    function: Any  # of a call; of a kernel: (handle, threads, shared bytes, label)
     names: tuple[str, ...]
-    kept: tuple[tuple[int, int], ...]
+    operands: tuple[Operand, ...]  # of a kernel: its grid, then its parameters
+    items: tuple[int, ...]
+    results: tuple[Operand, ...]
 
 
-class Kernel(NamedTuple):
-    """`binary`: of torch's static launcher; `grid` and `arguments`: slots, numbers, and plain values."""
+class Shown:
+    """The steps of one call. Words are values of kernels' parameters, by type; constants, tensors among them (`known`),
+    may be there only to live. The first slots are those of the inputs, and each tensor that a step makes has one, by
+    which later steps take it. A tuple of numbers is made once a run, any other when a step takes it."""
 
-    binary: Any
-    grid: tuple[Any, ...]
-    arguments: tuple[Any, ...]
-
-
-class Followed(NamedTuple):
-    """The steps of one call. `numbers`: those among its inputs, by position; `inputs`: how many it had."""
-
-    steps: list[Call | Kernel]
-    result: Any
-    inputs: int
-    slots: int
-    numbers: dict[int, Any]
-    decisions: dict[Expression, None]
-
-
-class Follower(TorchDispatchMode):
-    """Notes the steps of one call of generated code, in this thread. `why_not`: why they can't be taken from C."""
-
-    def __init__(self, device: Cuda, namespace: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.thread, self.stream = threading.get_ident(), device.stream_of(device.index)
-        self.device = device
-        self.steps: list[Call | Kernel] = []
-        self.why_not = ""
-        self.slots = 0
-        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._constants = {id(v) for v in namespace.values() if isinstance(v, torch.Tensor)}
-        self._depth = 0  # inside a noted function
+    def __init__(self, known: Iterable[Any] = ()) -> None:
+        self.steps: list[Step] = []
+        self.words: dict[tuple[str, Expression], int] = {}
+        self.constants: list[Any] = []
+        self.numbers: dict[Expression, int] = {}
+        self.sizes: dict[tuple[Operand, ...], Operand] = {}  # tuples of numbers
+        self.slots = self.inputs = 0
+        self.result: Operand = CONSTANT, 0
+        self.values: dict[int, Any] = {}  # of the numbers among the inputs, by position
+        self.decisions: dict[Expression, None] = {}
+        self.why_not = ""  # why the steps can't be taken from C
+        self._slot_of: dict[int, tuple[Callable[[], Any], Operand]] = {}
+        self._known = {id(v) for v in known if isinstance(v, torch.Tensor)}
 
     def refuse(self, why: str) -> None:
         self.why_not = self.why_not or why
 
-    def add(self, tensor: Any) -> int:
+    def compared(self) -> Sequence[Any]:
+        """Return all that is the same in calls with the same steps."""
+        return self.steps, self.constants, list(self.words), list(self.numbers), self.result
+
+    def add(self, value: Any = None) -> Operand:
         """Give a value a slot of its own."""
-        if isinstance(tensor, torch.Tensor):
-            self._known[id(tensor)] = weakref.ref(tensor), self.slots
-        self.slots += 1
-        return self.slots - 1
-
-    def slot_of(self, tensor: torch.Tensor) -> int | None:
-        ref, slot = self._known.get(id(tensor), (None, 0))
-        return slot if ref is not None and ref() is tensor else None
-
-    def operand(self, value: Any) -> Any:
-        """Return a value as data."""
+        made, self.slots = (SLOT, self.slots), self.slots + 1
         if isinstance(value, torch.Tensor):
-            slot = self.slot_of(value)
-            if slot is not None:
-                return Slot(slot)
-            if id(value) not in self._constants:
-                self.refuse("it uses a tensor that no step made")
+            self._slot_of[id(value)] = weakref.ref(value), made
+        return made
+
+    def operand(self, value: Any) -> Operand:
         if isinstance(value, Traced):
-            return Number(value.expression, type(value.value) is float)
+            return NUMBER, self.numbers.setdefault(value.expression, len(self.numbers))
         if isinstance(value, (tuple, list)):
-            return (list if type(value) is list else tuple)(map(self.operand, value))
+            return self._built(value)
+        if isinstance(value, torch.Tensor):
+            ref, slot = self._slot_of.get(id(value), (None, None))
+            if slot is not None and ref is not None and ref() is value:
+                return slot
+            if id(value) not in self._known:
+                self.refuse("it uses a tensor that no step made")
         if isinstance(value, dict):
             self.refuse("it passes a dict")
-        return value
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> Operand:
+        self.constants.append(value)
+        return CONSTANT, len(self.constants) - 1
+
+    def _built(self, value: Any) -> Operand:
+        items, kind = tuple(map(self.operand, value)), LIST if type(value) is list else TUPLE
+        kinds = {each for each, _ in items}
+        if kind == TUPLE and kinds <= {CONSTANT}:
+            return self._constant(tuple(value))
+        if kind == TUPLE and items in self.sizes:
+            return self.sizes[items]
+        made = self.add()
+        self.steps.append(Step(kind, None, (), items, (0,), (made,)))
+        if kind == TUPLE and SLOT not in kinds:
+            self.sizes[items] = made
+        return made
+
+    def note_call(self, function: Any, names: tuple[str, ...], operands: tuple[Operand, ...], result: Any) -> None:
+        made = list(enumerate(result, start=1)) if isinstance(result, (tuple, list)) else [(0, result)]
+        is_read = type(result) in (*NUMBERS, bool) and not _name(function).startswith(CHECKS)
+        if is_read or any(isinstance(v, (tuple, list)) for _, v in made):
+            self.refuse(f"{_name(function)} returns what is no tensor")
+        # Also a result that is an argument gets a slot: at another call, it may be a copy.
+        kept = [(i, self.add(v)) for i, v in made if isinstance(v, torch.Tensor)]
+        items, results = tuple([i for i, _ in kept]), tuple([slot for _, slot in kept])
+        self.steps.append(Step(CALL, function, names, operands, items, results))
+
+    def note_kernel(self, binary: Any, grid: Sequence[Any], arguments: Sequence[Any]) -> bool:
+        """Note a launch by torch's static launcher, if its numbers fit."""
+        if len(arguments) != len(binary.arg_tys) or not all(map(_fits, binary.arg_tys, arguments)):
+            return False
+        operands = [self._word(GRID, v) for v in grid]
+        operands += [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, arguments)]
+        for scratch in ("has_global_scratch", "has_profile_scratch"):
+            operands += [self._word(ADDRESS, 0)] if getattr(binary, scratch, False) else []
+        self._constant(binary)
+        function = binary.function, WARP * binary.num_warps, binary.shared, binary.name
+        self.steps.append(Step(KERNEL, function, (), tuple(operands), (), ()))
+        return True
+
+    def _word(self, letter: str, value: Any) -> Operand:
+        expression = value.expression if isinstance(value, Traced) else constant(value)
+        return WORD, self.words.setdefault((letter, expression), len(self.words))
+
+    def _parameter(self, letter: str, value: Any) -> Operand:
+        if letter != POINTER_LETTER:
+            return self._word(letter, value)
+        kind, number = (CONSTANT, 0) if value is None else self.operand(value)
+        if kind == SLOT:
+            return kind, number
+        return self._word(ADDRESS, 0 if value is None else value.data_ptr())
+
+    def arguments(self, conditions: Sequence[Expression]) -> dict[str, Any]:
+        """Return what C takes."""
+        made = len(self.words), len(self.constants), len(self.numbers), self.slots
+        starts = [0, *itertools.accumulate(made)]
+
+        def places(operands: Iterable[Operand]) -> tuple[int, ...]:
+            return tuple([starts[kind] + number for kind, number in operands])
+
+        steps = [
+            (*step[:3], places(step.operands), step.items, places(step.results), places(drops))
+            for step, drops in zip(self.steps, self._drops(), strict=True)
+        ]
+        return {
+            "numbers": RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions),
+            "words": tuple([LETTERS.index(letter) for letter, _ in self.words]),
+            "constants": tuple(self.constants),
+            "steps": tuple(steps),
+            "result": places([self.result])[0],
+            "objects": starts[-1] - len(self.words),
+            "inputs": self.inputs,
+        }
+
+    def _drops(self) -> list[list[Operand]]:
+        """Return for each step the slots that no later one takes, and that aren't returned."""
+        last: dict[Operand, int] = {}
+        for i, step in enumerate(self.steps):
+            last |= dict.fromkeys([v for v in (*step.operands, *step.results) if v[0] == SLOT], i)
+        last.pop(self.result, None)
+        drops: list[list[Operand]] = [[] for _ in self.steps]
+        for operand, i in last.items():
+            drops[i].append(operand)
+        return drops
+
+
+def _fits(letter: str, value: Any) -> bool:
+    if letter == POINTER_LETTER or isinstance(value, torch.Tensor):
+        return letter == POINTER_LETTER and (isinstance(value, torch.Tensor) or value is None)
+    with contextlib.suppress(Unfit, TypeError, ValueError, OverflowError):
+        return bool(pack(letter, plain(value)))
+    return False
+
+
+class Follower(TorchDispatchMode):
+    """Notes the steps of one call of generated code, in this thread."""
+
+    def __init__(self, device: Cuda, namespace: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.thread, self.stream = threading.get_ident(), device.stream_of(device.index)
+        self.device, self.shown = device, Shown(namespace.values())
+        self.refuse = self.shown.refuse
+        self._depth = 0  # inside a noted function
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function, and note it."""
         given = plain(args), {name: plain(value) for name, value in kwargs.items()}
         if self._depth or threading.get_ident() != self.thread:
             return function(*given[0], **given[1])
-        arguments: tuple[Any, ...] = ()
+        operands: tuple[Operand, ...] = ()
         with self.noting():
-            arguments = tuple(map(self.operand, (*args, *kwargs.values())))
+            operands = tuple(map(self.shown.operand, (*args, *kwargs.values())))
         result = self._inside(function, given)
         with self.noting():
-            self._note(Call(function, arguments, tuple(kwargs), ()), result)
+            self.shown.note_call(function, tuple(kwargs), operands, result)
+            if self.device.stream_of(self.device.index) != self.stream:
+                self.refuse("it changes the current stream")
         return result
 
     @contextlib.contextmanager
@@ -166,18 +256,6 @@ class Follower(TorchDispatchMode):
             yield
         except Exception as error:
             self.refuse(f"{type(error).__name__}: {error}")
-
-    def _note(self, step: Call, result: Any) -> None:
-        function = step.function
-        made = list(enumerate(result)) if isinstance(result, (tuple, list)) else [(-1, result)]
-        is_read = type(result) in (*NUMBERS, bool) and not _name(function).startswith(CHECKS)
-        if is_read or any(isinstance(v, (tuple, list)) for _, v in made):
-            self.refuse(f"{_name(function)} returns what is no tensor")
-        # Also a result that is an argument gets a slot: at another call, it may be a copy.
-        kept = tuple([(i, self.add(v)) for i, v in made if isinstance(v, torch.Tensor)])
-        self.steps.append(step._replace(kept=kept))
-        if self.device.stream_of(self.device.index) != self.stream:
-            self.refuse("it changes the current stream")
 
     def _inside(self, function: Any, given: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
         self._depth += 1
@@ -192,7 +270,7 @@ class Follower(TorchDispatchMode):
         return self.call(func, *args, **(kwargs or {}))
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        """Launch a Triton kernel, and note how its launcher does it."""
+        """Launch a Triton kernel, and note how its launcher does it; or as a call that finds the stream at each run."""
         if self._depth or threading.get_ident() != self.thread:
             return kernel.run(*args, **kwargs)
         named = {name: plain(value) for name, value in kwargs.items()}
@@ -200,46 +278,31 @@ class Follower(TorchDispatchMode):
             self.refuse("it launches a kernel on another stream")
         result = self._inside(kernel.run, (plain(args), named))
         with self.noting():
-            self.steps.append(self._kernel(kernel, args, kwargs) or self._run(kernel, args, kwargs))
+            if not self._noted_as_kernel(kernel, args, kwargs):
+                rest = {name: value for name, value in kwargs.items() if name != "stream"}
+                operands = tuple(map(self.shown.operand, (*args, *rest.values())))
+                self.shown.note_call(_OnStream(kernel, self.device), tuple(rest), operands, None)
         return result
 
-    def _run(self, kernel: Any, args: Any, kwargs: Any) -> Call:
-        """Return the launch as a call, which finds the stream at each run."""
-        rest = {name: value for name, value in kwargs.items() if name != "stream"}
-        function = _OnStream(kernel, self.device)
-        return Call(function, tuple(map(self.operand, (*args, *rest.values()))), tuple(rest), ())
-
-    def _kernel(self, kernel: Any, args: Any, kwargs: Any) -> Kernel | None:
-        """Return a launch by torch's static launcher; None if it is another one."""
-        launchers = getattr(kernel, "launchers", ())
-        if len(launchers) != 1 or set(kwargs) != {"stream"} or not getattr(kernel, "_cache_eligible", False):
-            return None
-        (launcher,) = launchers
-        if not getattr(launcher, "_is_static", False):
-            return None
-        binary = binary_of(launcher)
-        letters = binary.arg_tys
-        if not set(letters) <= {POINTER_LETTER, *TYPES} or not binary.function:
-            return None
+    def _noted_as_kernel(self, kernel: Any, args: Any, kwargs: Any) -> bool:
+        """Note a launch by torch's static launcher; return False if it is another one."""
+        launcher, binary = static_binary_of(kernel)
+        if launcher is None or set(kwargs) != {"stream"} or not getattr(kernel, "_cache_eligible", False):
+            return False
+        if not set(binary.arg_tys) <= {POINTER_LETTER, *TYPES} or not binary.function:
+            return False
         if getattr(binary, "global_scratch_size", 0) or getattr(binary, "device_agnostic", False):
-            return None
-        made: list[Kernel] = []
+            return False
+        made: list[bool] = []
 
         def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
-            if len(arguments) == len(letters) and all(map(_fits, letters, arguments)):
-                grid = tuple(map(self.operand, (x, y, z)))
-                made.append(Kernel(binary, grid, tuple(map(self.operand, arguments))))
+            made.append(self.shown.note_kernel(binary, (x, y, z), arguments))
 
         try:
             show(launcher, note, args, kwargs)
         except Exception as error:  # a launcher that does more than to compute a grid
             log.info("%s is launched from Python: %s", getattr(binary, "name", "a kernel"), error)
-        return made[0] if made else None
-
-
-def _fits(letter: str, value: Any) -> bool:
-    is_pointer = isinstance(value, torch.Tensor) or value is None
-    return is_pointer if letter == POINTER_LETTER else isinstance(value, (int, float))
+        return any(made)
 
 
 class _OnStream:
@@ -345,157 +408,38 @@ def stand_ins(model: Any, namespace: dict[str, Any], follower: Follower) -> dict
     return made
 
 
-def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -> tuple[Any, Followed | str]:
-    """Run generated code. Return its result, and what it did; or why that can't be taken for steps."""
+def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -> tuple[Any, Shown]:
+    """Run generated code. Return its result, and the steps that it took."""
     namespace = namespace_of(model)
     follower = Follower(device, namespace)
-    count, numbers = len(inputs), {k: v for k, v in enumerate(inputs) if type(v) in NUMBERS}
+    shown = follower.shown
+    shown.inputs, shown.values = len(inputs), {k: v for k, v in enumerate(inputs) if type(v) in NUMBERS}
     for value in inputs:
-        follower.add(value)
+        shown.add(value)
         if not isinstance(value, (torch.Tensor, type(None))) and type(value) not in NUMBERS:
             follower.refuse(f"an input is a {type(value).__name__}")
-    inputs[:] = [followed(v, ("input", k, type(v))) if k in numbers else v for k, v in enumerate(inputs)]
-    decisions: dict[Expression, None] = {}
+    inputs[:] = [followed(v, ("input", k, type(v))) if k in shown.values else v for k, v in enumerate(inputs)]
     made: dict[str, Any] = {}
     with follower.noting():
         made = stand_ins(model, namespace, follower)
     try:
-        with replaced(namespace, made), follower, deciding(decisions):
+        with replaced(namespace, made), follower, deciding(shown.decisions):
             result = model(inputs)
     finally:
         follower.thread = 0  # another thread may have taken a stand-in for the original meanwhile
-    shown = follower.operand(tuple(result) if isinstance(result, (list, tuple)) else result)
-    result = plain(result)  # a number may be one of the followed
-    if follower.why_not:
-        return result, follower.why_not
-    return result, Followed(follower.steps, shown, count, follower.slots, numbers, decisions)
+    shown.result = shown.operand(tuple(result) if isinstance(result, (list, tuple)) else result)
+    return plain(result), shown  # a number may be one of the followed
 
 
 def is_same(a: Any, b: Any) -> bool:
     """True if two steps, or operands of them, are the same."""
     if type(a) is not type(b):
         return False
-    if isinstance(a, (Slot, Number)):
-        return a == b
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(is_same, a, b))
     if isinstance(a, (int, float, str)):
         return bit_key(a) == bit_key(b)
     return a is b or (isinstance(a, (*VALUES, _OnStream)) and a == b)
-
-
-SLOT, CONSTANT, POOLED, BUILT = range(4)  # kinds of operands, as in the C source
-POINTER, WORD, BYTES = range(3)  # kinds of parameters
-NUMBER_I, NUMBER_F, TUPLE, LIST = range(4)  # kinds of what is built
-
-
-class _Builder:
-    """Puts steps into the form that C reads. Numbers, and tuples without slots, are built once a run, `pool`; other
-    tuples and lists whenever a step takes them, `built`. Words are values of kernels' parameters, by type."""
-
-    def __init__(self, shown: Followed) -> None:
-        self.shown = shown
-        self.words: dict[tuple[str, Expression], int] = {}
-        self.numbers: dict[Expression, int] = {}
-        self.pool: dict[tuple[int, Any], int] = {}
-        self.built: list[tuple[Any, ...]] = []
-        self.constants: list[Any] = []
-        self.kept: list[Any] = []  # alive, beside the constants
-        self.drops = _drops(shown)
-
-    def arguments(self, conditions: Sequence[Expression]) -> dict[str, Any]:
-        for _ in range(2):  # the first time, only to know how many words and pooled objects there are
-            self.built, self.constants, self.kept = [], [], []
-            steps = tuple([self._step(i, step) for i, step in enumerate(self.shown.steps)])
-            result = self._operand(self.shown.result)
-        pooled = [
-            (kind, len(self.words) + self.numbers[of], ()) if kind <= NUMBER_F else (kind, 0, of)
-            for kind, of in self.pool
-        ]
-        return {
-            "numbers": RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions),
-            "words": tuple([LETTERS.index(letter) for letter, _ in self.words]),
-            "constants": tuple(self.constants),
-            "builds": (*pooled, *self.built),
-            "pooled": len(pooled),
-            "steps": steps,
-            "result": result,
-            "slots": self.shown.slots,
-            "kept": tuple(self.kept),
-        }
-
-    def _operand(self, value: Any) -> tuple[int, int]:
-        if isinstance(value, Slot):
-            return SLOT, value.number
-        if isinstance(value, Number):
-            self.numbers.setdefault(value.expression, len(self.numbers))
-            return POOLED, self._pooled(NUMBER_F if value.is_float else NUMBER_I, value.expression)
-        if isinstance(value, (tuple, list)):
-            items = tuple(map(self._operand, value))
-            kinds = {kind for kind, _ in items}
-            if type(value) is tuple and kinds <= {CONSTANT, POOLED}:
-                return (POOLED, self._pooled(TUPLE, items)) if POOLED in kinds else self._constant(value)
-            self.built.append((TUPLE if type(value) is tuple else LIST, 0, items))
-            return BUILT, len(self.pool) + len(self.built) - 1
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> tuple[int, int]:
-        self.constants.append(value)
-        return CONSTANT, len(self.constants) - 1
-
-    def _pooled(self, kind: int, of: Any) -> int:
-        return self.pool.setdefault((kind, of), len(self.pool))
-
-    def _step(self, i: int, step: Call | Kernel) -> tuple[Any, ...]:
-        if isinstance(step, Call):
-            arguments = tuple(map(self._operand, step.arguments))
-            return step.function, step.names, arguments, step.kept, self.drops[i], 0, 0, 0, ""
-        binary = step.binary
-        grid = tuple([(True, self._word(GRID, v)) if isinstance(v, Number) else (False, v) for v in step.grid])
-        parameters = [self._parameter(letter, v) for letter, v in zip(binary.arg_tys, step.arguments, strict=True)]
-        for scratch in ("has_global_scratch", "has_profile_scratch"):
-            parameters += [(BYTES, 0, 0)] if getattr(binary, scratch, False) else []
-        self.kept.append(binary)
-        threads = WARP * binary.num_warps
-        return None, (), grid, tuple(parameters), self.drops[i], binary.function, threads, binary.shared, binary.name
-
-    def _word(self, letter: str, number: Number) -> int:
-        return self.words.setdefault((letter, number.expression), len(self.words))
-
-    def _parameter(self, letter: str, value: Any) -> tuple[int, int, int]:
-        if isinstance(value, Slot):
-            return POINTER, value.number, 0
-        if value is None:
-            return BYTES, 0, 0
-        if isinstance(value, torch.Tensor):
-            self.kept.append(value)
-            return BYTES, 0, value.data_ptr()
-        if isinstance(value, Number):
-            return WORD, self._word(letter, value), 0
-        return BYTES, 0, int.from_bytes(pack(letter, value), "little")
-
-
-def _slots(value: Any) -> Iterator[int]:
-    if isinstance(value, Slot):
-        yield value.number
-    elif isinstance(value, (tuple, list)) and not isinstance(value, Number):
-        for item in value:
-            yield from _slots(item)
-
-
-def _drops(shown: Followed) -> list[tuple[int, ...]]:
-    """Return for each step the slots that no later one takes, and that aren't returned."""
-    last: dict[int, int] = {}
-    for i, step in enumerate(shown.steps):
-        last |= dict.fromkeys(_slots(step.arguments), i)
-        if isinstance(step, Call):
-            last |= dict.fromkeys([slot for _, slot in step.kept], i)
-    returned = set(_slots(shown.result))
-    drops: list[list[int]] = [[] for _ in shown.steps]
-    for slot, i in last.items():
-        if slot not in returned:
-            drops[i].append(slot)
-    return list(map(tuple, drops))
 
 
 class Steps:
@@ -506,7 +450,7 @@ class Steps:
         self.why_not = ""
         self._in_c: Any = None
         self._before = 0  # runs of what it replaced
-        self._first: Followed | None = None
+        self._first: Shown | None = None
         self._numbers: list[dict[int, Any]] = []  # of all calls that were followed
         self._left = MOST if ALLOCATOR in namespace_of(model) else 0
 
@@ -541,29 +485,29 @@ class Steps:
         self.why_not, self._left, self._first = why, 0, None
         log.info("code is run as it is: %s", why)
 
-    def _learn(self, shown: Followed | str) -> None:
-        """Build the steps once two calls have taken the same ones."""
-        if isinstance(shown, str):
-            self._refuse(shown)
+    def _learn(self, shown: Shown) -> None:
+        """Have C take the steps once two calls have taken the same ones."""
+        if shown.why_not:
+            self._refuse(shown.why_not)
             return
         first = self._first = self._first or shown
         if shown.decisions.keys() != first.decisions.keys():
             return  # the steps are for the same outcomes
-        self._numbers.append(shown.numbers)
-        if not is_same((first.steps, first.result), (shown.steps, shown.result)):
-            pairs = zip(first.steps, shown.steps)
+        self._numbers.append(shown.values)
+        if not is_same(first.compared(), shown.compared()):
+            pairs = zip((*first.steps, *first.constants), (*shown.steps, *shown.constants))
             other = next((f": {a}, and {b}" for a, b in pairs if not is_same(a, b)), "")
             self._refuse(f"two calls take different steps{other}"[:500])
             return
-        varied = {k for each in self._numbers for k, v in each.items() if v != first.numbers[k]}
-        if not varied and first.numbers:
+        varied = {k for each in self._numbers for k, v in each.items() if v != first.values[k]}
+        if not varied and first.values:
             return
-        pinned = {k: v for k, v in first.numbers.items() if k not in varied}
+        pinned = {k: v for k, v in first.values.items() if k not in varied}
         if any(type(v) is float for v in pinned.values()):
             return
         conditions = [("zero", ("sub", ("input", k, int), constant(v))) for k, v in pinned.items()]
         conditions += first.decisions
-        device, arguments = self.device, _Builder(first).arguments(conditions)
+        device, arguments = self.device, first.arguments(conditions)
         bound = device.index, device.current, device.stream_of, device.functions[0]
         self._before = self.runs
-        self._in_c = executable.implementation().steps(**arguments, device=bound, inputs=first.inputs)
+        self._in_c = executable.implementation().steps(**arguments, device=bound)

@@ -8,6 +8,7 @@ difference is raised, with the parameters that hold the address of the tensor th
 
 from __future__ import annotations
 
+import bisect
 from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
@@ -111,11 +112,11 @@ class Verified:
                 return self._memory(first)
             case SameInput(position) | OfInput(position, _):
                 return self.regions.get(position), True
-            case OfStorage(number, _):
-                own, storage = layout.own, layout.storages[number]
-                region = len(layout.inputs) + own.index(number) if number in own else layout.saved_region
-                start = 0 if number in own else storage.offset
-                held = range(start, start + max(storage.size, 1))
+            case OfStorage(number, view):
+                region, storage = len(layout.inputs) + number, layout.storages[number]
+                starts = [*storage.starts, max(storage.size, 1)]
+                at = bisect.bisect_right(storage.starts, view.offset) - 1
+                held = range(starts[at], starts[at + 1])
                 return region, any(s.region == region and s.delta in held for s in self.relaunch.template.slots)
         return None, True
 

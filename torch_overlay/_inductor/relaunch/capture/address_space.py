@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+import struct
+from typing import Any, Self
 
 import torch
 
@@ -64,7 +65,7 @@ class AddressSpace:
         self._before: list[int | None] = []
         self._last: tuple[Any, list[tuple[int, int]]]  # the state and the allocations, after close()
 
-    def __enter__(self) -> AddressSpace:
+    def __enter__(self) -> Self:
         if self._range is None:
             raise RuntimeError("this address space is closed")
         self._before.append(self._module.use(self._range))
@@ -90,12 +91,17 @@ class AddressSpace:
         return self._module.take(self._range, bytes)
 
     def clear_stack(self) -> None:
-        """Zero the part of this thread's stack that the functions it calls next will use."""
+        """Zero the part of this thread's stack that the functions it calls next will use, so that a launcher's
+        uninitialised fields hold only remains of this capture: `proof.prove`, Note [What a word can hide]."""
         self._module.clear_stack()
 
     @property
     def _state(self) -> tuple[int, int, int, str | None]:
         return self._last[0] if self._range is None else self._module.state(self._range)
+
+    @property
+    def is_open(self) -> bool:
+        return self._range is not None
 
     @property
     def low(self) -> int:
@@ -107,9 +113,11 @@ class AddressSpace:
 
     def allocations(self, first: int = 0) -> list[tuple[int, int]]:
         """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
-        return self._last[1][first:] if self._range is None else self._module.allocations(self._range, first)
+        if self._range is None:
+            return self._last[1][first:]
+        return list(struct.iter_unpack("QQ", self._module.allocations(self._range, first)))
 
-    def count(self) -> int:
+    def allocations_made(self) -> int:
         """Return the number of segments."""
         return self._state[2]
 

@@ -390,7 +390,7 @@ class Operators:
             self.end_group()
             group = self.group
         if group.pool is None:
-            group.pool = recording.new_pool()
+            group.pool = recording.pool()
         if not group.calls or group.addresses:
             self.selected.enter_context(recording.within(group.pool))
         group.calls += 1

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.capture import Capture
-from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, Launchers, line_of_error, Suspects
+from torch_overlay._inductor.relaunch.capture.culprit import DIFFERS, line_of_error, Suspects
 from torch_overlay._inductor.relaunch.capture.make_graph import make_graph, recordings
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
@@ -135,8 +135,8 @@ def find_launcher(request: CaptureRequest, refusal: Unprovable) -> Culprit | Non
         return None
     with contextlib.suppress(Exception), recordings(request) as new_recording:
         recording = new_recording(1)
-        with Launchers(request.namespace, recording.nodes) as launchers:
+        with Suspects(request.namespace, lambda: False, nodes=recording.nodes) as suspects:
             captured = Capture(request, recording).run()
         did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
-        return launchers.culprit(request.device.read(captured).nodes[int(number)].handle, did)
+        return suspects.launcher(request.device.read(captured).nodes[int(number)].handle, did)
     return None

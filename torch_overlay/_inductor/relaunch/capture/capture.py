@@ -255,11 +255,8 @@ class Capture:
 
 def _places(layout: OutputLayout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return (region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
-    own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
-    places = [(region, 0) for region in range(len(layout.inputs))]
-    for number, offset in parts:
-        places.append((own.get(number, layout.saved_region), layout.storages[number].offset + offset))
-    return tuple(places)
+    inputs = len(layout.inputs)
+    return (*[(region, 0) for region in range(inputs)], *[(inputs + number, offset) for number, offset in parts])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

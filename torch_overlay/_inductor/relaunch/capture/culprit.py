@@ -60,19 +60,28 @@ class Stopped(Exception):
 
 
 class Suspects(TorchDispatchMode):
-    """A dispatch mode for a capture that is expected to fail. `found` is the first operator called by the generated
-    module with these globals that raises, or after which `is_broken()`. `opaque` are the calls of operators that are
-    not torch's; after call `last` of these, the capture is stopped."""
+    """A dispatch mode for another capture of what a graph is refused for, of the generated module with these globals.
+    `found` is the first operator that raises, or after which `is_broken()`. `opaque` are the calls of operators that
+    are not torch's; after call `last` of these, the capture is stopped. If `nodes()` returns the handles of the nodes
+    that the graph has so far, `made` has the operator and the line of each."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool], last: int | None = None) -> None:
+    def __init__(
+        self,
+        namespace: Mapping[str, Any],
+        is_broken: Callable[[], bool],
+        last: int | None = None,
+        nodes: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
         super().__init__()
-        self.namespace, self.is_broken, self.last = namespace, is_broken, last
+        self.namespace, self.is_broken, self.last, self.nodes = namespace, is_broken, last, nodes
         self.found: Culprit | None = None
         self.opaque: list[Culprit] = []
+        self.made: dict[int, tuple[Any, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = set(self.nodes())
         try:
             result = func(*args, **(kwargs or {}))
         except Exception as error:
@@ -80,6 +89,9 @@ class Suspects(TorchDispatchMode):
             raise
         if self.found is None and self.is_broken():
             self._note(func, None)
+        new = [node for node in self.nodes() if node not in before]
+        if new and (line := line_of_call(self.namespace)) is not None:
+            self.made |= dict.fromkeys(new, (func, line))
         if getattr(func, "namespace", "") not in OURS:
             self.opaque.append(Culprit(name_of(func), line_of_call(self.namespace) or "", ESCAPES))
             if len(self.opaque) - 1 == self.last:
@@ -92,28 +104,7 @@ class Suspects(TorchDispatchMode):
             innocent = isinstance(error, torch.OutOfMemoryError) or is_core(func)
             self.found = Culprit(name_of(func), line, did(error), innocent)
 
-
-class Launchers(TorchDispatchMode):
-    """A dispatch mode that notes which operator of a region made each node of its graph."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]) -> None:
-        """`nodes()` returns the handles of the nodes that the graph has so far."""
-        super().__init__()
-        self.namespace, self.nodes = namespace, nodes
-        self.made: dict[int, tuple[Any, str]] = {}  # handle -> operator and line
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._known.update(self.nodes())
-        result = func(*args, **(kwargs or {}))
-        line = line_of_call(self.namespace)
-        if line is not None:
-            self.made.update({node: (func, line) for node in self.nodes() if node not in self._known})
-        return result
-
-    def culprit(self, node: int, did: str) -> Culprit | None:
+    def launcher(self, node: int, did: str) -> Culprit | None:
         """Return the operator that made the node."""
         func, line = self.made.get(node, (None, ""))
         return None if func is None else Culprit(name_of(func), line, did, is_core(func))

@@ -174,8 +174,8 @@ class Cuda:
         """Tidy the graph of a capture, and return it as plain data."""
         for kept in tidy.tidy(captured.recording.graph, driver=self.driver):
             log.info("stays in the graph as it is: %s", kept)
-        space = captured.recording.space
-        graph = graphs.read(captured.recording.graph, captured.segments, space.low, space.high, driver=self.driver)
+        space = captured.recording
+        graph = graphs.read(space.graph, captured.segments, space.low, space.high, driver=self.driver)
         check_libraries(graph)
         return graph
 

@@ -41,7 +41,6 @@ from torch_overlay._inductor.relaunch.causes import COMMUNICATION
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
-from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -60,12 +59,9 @@ exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = [
 def capture_stream(index: int, number: int = 0) -> torch.cuda.Stream:
     """Return one of the streams of a device that only captures use. They are made when they are first needed, and
     kept."""
-    from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
-
+    driver = Driver()
     with torch.cuda.device(index):
-        code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    if int(code):
-        raise DriverError("cuStreamCreate", int(code), code.name)
+        handle = driver.call("cuStreamCreate", driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     return torch.cuda.ExternalStream(int(handle), device=index)
 
 
@@ -102,29 +98,22 @@ class IsolatedAllocations:
         return self.count == len(self.segments)
 
 
-class Recording:
-    """A capture of `owner`, a device, with `gap` times as much room as usual between allocations. `inputs`: bytes of
-    the region's inputs."""
+class Recording(AddressSpace):
+    """A capture of `owner`, a device, into an address space, with `gap` times as much room as usual between
+    allocations. `inputs`: bytes of the region's inputs."""
 
     def __init__(self, owner: Any, gap: int, inputs: int = 0) -> None:
-        self.owner, self.device = owner, owner.device
-        self.space: Any = AddressSpace(owner.device, gap=gap, inputs=inputs)
+        super().__init__(owner.device, gap=gap, inputs=inputs)
+        self.owner = owner
         self.graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         self._placed: dict[int, tuple[int, int]] = {}  # address of the segment -> (address of the tensor, bytes)
         self._ignored: set[int] = set()
-        self._pools: list[Any] = []  # ids
+        self._used: list[Any] = []  # ids of pools
         self._active: Any = None
         self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
         self.lines: Any = None  # notes the lines that make nodes
         self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
         live_recordings.add(self)
-
-    def __enter__(self) -> Recording:
-        self.space.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.space.__exit__(*exc_info)
 
     # -- memory
 
@@ -136,7 +125,7 @@ class Recording:
             with _no_modes():  # this operator is not one of the region's
                 return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.device)
         skew = alignment if alignment < 256 else 0
-        given = self.space.allocate(size + skew)
+        given = self.allocate(size + skew)
         self._placed[given] = (given + skew, size)
         storage = torch._C._construct_storage_from_data_pointer(given + skew, self.device, size)
         metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
@@ -165,37 +154,26 @@ class Recording:
         return torch.stack([(part * weights).sum() for part in self._filled]).tolist()
 
     def covers(self, address: int) -> bool:
-        return self.space.low <= address < self.space.high
-
-    def allocations_made(self) -> int:
-        """Return how many allocations there were so far."""
-        return self.space.count()
-
-    def allocations(self, first: int) -> list[tuple[int, int]]:
-        """Return (address, size) of each, from number `first` on."""
-        return self.space.allocations(first)
+        return self.low <= address < self.high
 
     def segments(self) -> list[tuple[int, int]]:
         """Return (address, size) of all allocations, in order."""
-        used = ((address, size) for address, size in self.space.allocations() if address not in self._ignored)
+        used = ((address, size) for address, size in self.allocations() if address not in self._ignored)
         return [self._placed.get(address, (address, size)) for address, size in used]
 
     @contextlib.contextmanager
     def apart(self, asked: tuple[int, int] | None) -> Iterator[IsolatedAllocations]:
         """Give this thread's allocations a pool of their own, and each a segment. `asked`: how many there will be, and
         of how many bytes, if that is known."""
-        apart, before = IsolatedAllocations(), self.space.count()
+        apart, before = IsolatedAllocations(), self.allocations_made()
         then = (0, 0) if asked is not None else self.owner.allocated()
-        with self.within(self.space.pool(no_split=True)):
+        with self.within(self.pool(no_split=True)):
             yield apart
-        if self.space.count() == before:
+        if self.allocations_made() == before:
             return
         # The counts are of the whole device: other threads' allocations are included, and make them too large at most.
         apart.count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
-        apart.segments = dict(self.space.allocations(before))
-
-    def new_pool(self) -> Any:
-        return self.space.pool()
+        apart.segments = dict(self.allocations(before))
 
     def count(self) -> int:
         """Return how many nodes the graph has so far."""
@@ -218,11 +196,6 @@ class Recording:
             self._capturing = driver, driver.captured_into(stream.cuda_stream)
         return self._capturing
 
-    def clear_stack(self) -> None:
-        """Zero the stack, so that a launcher's uninitialised fields hold only remains of this capture: `proof.prove`,
-        Note [What a word can hide]."""
-        self.space.clear_stack()
-
     def kept(self) -> list[int]:
         """Return the sizes of the allocations in pools that are still in use."""
         kept = self._in_use()
@@ -232,7 +205,7 @@ class Recording:
         return kept
 
     def _in_use(self) -> list[int]:
-        used = [pool for pool in dict.fromkeys(self._pools) if not self.owner.is_unused(pool)]
+        used = [pool for pool in dict.fromkeys(self._used) if not self.owner.is_unused(pool)]
         segments = [segment for pool in used for segment in torch.cuda.memory_snapshot(pool, include_traces=False)]
         blocks = [b for segment in segments for b in segment["blocks"]]
         return [b["size"] for b in blocks if b["state"] == "active_allocated"]
@@ -245,7 +218,7 @@ class Recording:
             torch._C._cuda_endAllocateToPool(index, before.id)
         torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool.id)
         self._active = pool
-        self._pools.append(pool.id)
+        self._used.append(pool.id)
         try:
             yield
         finally:
@@ -276,17 +249,17 @@ class Recording:
             stack.enter_context(self._graph_begun())
             if random:
                 self._hold_generators(inputs)
-            with self.within(self.space.pool()):
+            with self.within(self.pool()):
                 self._check_pool()
-            stack.enter_context(self.within(self.space.pool()))
+            stack.enter_context(self.within(self.pool()))
             yield
 
     def _check_pool(self) -> None:
         """Raise if this thread's allocations don't lie in the space: then a pool that the caller selected is first."""
-        before = self.space.count()
+        before = self.allocations_made()
         # Not a tensor: torch may fill new tensors, which would add a node to the graph.
         address = torch.UntypedStorage(16, device=self.device).data_ptr()
-        self._ignored |= {given for given, _ in self.space.allocations(before)}
+        self._ignored |= {given for given, _ in self.allocations(before)}
         if not self.covers(address):
             raise RuntimeError("another memory pool is selected in this thread")  # perhaps not at the next call
 
@@ -334,9 +307,7 @@ class Recording:
     def close(self) -> None:
         """Free the addresses. The graph lives on if something else references it."""
         self.graph = None
-        if self.space is not None:
-            self.space.close()
-            self.space = None
+        super().close()
 
 
 def _no_modes() -> contextlib.AbstractContextManager[Any]:

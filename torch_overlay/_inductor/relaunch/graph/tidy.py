@@ -18,51 +18,13 @@ from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.graph.read import copy_node
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.csrc import DriverError
-from torch_overlay.orders import implied_edges
+from torch_overlay.orders import directly_after, implied_edges
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.graph.driver import Driver, KernelLaunch, Structure
-
-
-class Editor:
-    """A graph under edit, with its current edges."""
-
-    def __init__(self, driver: Driver, graph: int, structure: Structure) -> None:
-        self.driver, self.graph = driver, graph
-        # Edges that mean full completion, by their ends; a dictionary of nodes is an ordered set.
-        self.before: dict[int, dict[int, None]] = {node: {} for node in structure.nodes}
-        self.after: dict[int, dict[int, None]] = {node: {} for node in structure.nodes}
-        self.special: set[int] = set()
-        for before, after, plain in structure.edges:
-            if plain:
-                self.before[after][before] = self.after[before][after] = None
-            else:
-                self.special |= {before, after}
-
-    def replace(self, node: int, launch: KernelLaunch) -> None:
-        if node in self.special:
-            raise Unprovable("edges", "it has programmatic dependencies")
-        before, after = list(self.before[node]), list(self.after[node])
-        new = self.driver.add_kernel(self.graph, before, launch)
-        try:
-            self.driver.add_edges(self.graph, [(new, v) for v in after])
-            self.driver.destroy(node)
-        except DriverError:
-            self.driver.destroy(new)
-            raise
-        self.before[new], self.after[new] = self.before.pop(node), self.after.pop(node)
-        for other in before:
-            del self.after[other][node]
-            self.after[other][new] = None
-        for other in after:
-            del self.before[other][node]
-            self.before[other][new] = None
-
-    def remove_implied_edges(self) -> None:
-        self.driver.remove_edges(self.graph, implied_edges(self.after))
+    from torch_overlay._inductor.relaunch.graph.driver import Driver, KernelLaunch
 
 
 def tidy(graph: Any, *, driver: Driver) -> list[str]:
@@ -74,17 +36,39 @@ def tidy(graph: Any, *, driver: Driver) -> list[str]:
     if foreign:
         # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
         return [f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign]
-    editor = Editor(driver, handle, structure)
+    plain = [(u, v) for u, v, is_plain in structure.edges if is_plain]  # edges that mean full completion
+    special = {node for u, v, is_plain in structure.edges if not is_plain for node in (u, v)}
+    before, after = directly_after(structure.nodes, [(v, u) for u, v in plain]), directly_after(structure.nodes, plain)
+    made: dict[int, int] = {}  # node -> the one in its place
     kept = []
+
+    def now(nodes: Iterable[int]) -> list[int]:
+        return [made.get(node, node) for node in nodes]
+
     for index, (node, kind) in enumerate(zip(structure.nodes, structure.kinds)):
         if kind not in (cu.MEMSET, cu.MEMCPY):
             continue
         try:
-            editor.replace(node, _replacement(driver, index, node, kind))
+            launch = _replacement(driver, index, node, kind)
+            if node in special:
+                raise Unprovable("edges", "it has programmatic dependencies")
+            made[node] = _replaced(driver, handle, node, launch, now(before[node]), now(after[node]))
         except Exception as error:  # also Triton's; the node is kept
             kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
-    editor.remove_implied_edges()
+    driver.remove_edges(handle, implied_edges({made.get(u, u): now(vs) for u, vs in after.items()}))
     return kept
+
+
+def _replaced(driver: Driver, graph: int, node: int, launch: KernelLaunch, before: list[int], after: list[int]) -> int:
+    """Put a kernel in the place of a node, between the same others, and return it."""
+    new = driver.add_kernel(graph, before, launch)
+    try:
+        driver.add_edges(graph, [(new, v) for v in after])
+        driver.destroy(node)
+    except DriverError:
+        driver.destroy(new)
+        raise
+    return new
 
 
 def set_edges(graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int]], *, driver: Driver) -> bool:

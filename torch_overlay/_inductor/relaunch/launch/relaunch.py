@@ -4,7 +4,7 @@
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.try_launch(inputs)               the outputs, or None where the graph can't be launched: on another device, in
                                           a capture by the caller, with a misaligned input, or with no list
-    call.aligned(inputs, positions, masks)  has no address of these inputs a bit in common with its mask?
+    call.aligned(inputs, pairs)           has no address a bit in common with its mask? pairs: (position, mask)
     call.launches, call.patched           number of launches, and of nodes set in all of them
 
 Note [A relaunch]
@@ -17,7 +17,7 @@ Note [A relaunch]
    for another one (`launching`): regions that are called in a launch run as compiled.
 3. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first, the scratch without
    a tensor. It is freed right after the launch: the next user of the memory comes later on that stream. Saved outputs
-   are views of one slab, or of a few chunks; each lives as long as one of its views.
+   are views of a slab and of a few chunks; each lives as long as one of its views.
 4. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
 5. A graph that draws no random numbers is launched by the driver (`executable.direct`); other graphs by torch's
    `replay`, which advances the generators first.
@@ -28,7 +28,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, TYPE_CHECKING
 
-import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -36,7 +35,6 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Given,
     maker_of,
     OfStorage,
-    part_maker,
     Recipe,
     reinterpret,
     Repeated,
@@ -46,7 +44,9 @@ from torch_overlay._inductor.relaunch.numbers.expressions import RegisterProgram
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.launch.executable import Launcher
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 # As in the C source.
-GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, MADE = range(8)
+GIVEN, REPEATED, SAME, WHOLE, PART, EMPTY, MADE = range(7)
 
 
 class Misaligned(Exception):
@@ -65,17 +65,14 @@ class Misaligned(Exception):
 
 def bind(relaunch: Relaunch) -> Any:
     layout, device, launcher = relaunch.layout, relaunch.device, relaunch.launcher
-    types: dict[torch.dtype, int] = {}
-    own = {number: i for i, number in enumerate(layout.own)}
-    recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
+    typed: dict[tuple[int, torch.dtype], int] = {}
+    recipes = [_recipe(relaunch, i, recipe, typed) for i, recipe in enumerate(layout.recipes)]
     expressions = [slot.expression for slot in relaunch.template.numbers]
     stream, alloc, release = device.functions
     return launcher.make_call(
-        positions=layout.inputs,
-        masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
-        allocations=tuple(map(layout.allocation, layout.own)),
-        slab=((layout.saved_size,), (1,), torch.uint8) if layout.saved_size else None,
-        types=tuple(types),
+        inputs=masks_of(layout, relaunch.alignments),
+        allocations=tuple(map(layout.allocation, range(len(layout.storages)))),
+        typed=tuple(typed),
         scratch=layout.scratch_size,
         numbers=RegisterProgram.of(expressions, layout.computed),
         order=layout.order,
@@ -93,10 +90,16 @@ def bind(relaunch: Relaunch) -> Any:
     )
 
 
+def masks_of(layout: OutputLayout, alignments: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return (position, bits that its address must not have) of each input that is a region."""
+    return tuple([(k, alignments[k] - 1) for k in layout.inputs])
+
+
 def _recipe(
-    relaunch: Relaunch, own: Mapping[int, int], output: int, recipe: Recipe, types: dict[torch.dtype, int]
+    relaunch: Relaunch, output: int, recipe: Recipe, typed: dict[tuple[int, torch.dtype], int]
 ) -> tuple[Any, ...]:
-    """Return (kind, number, object, size, stride, offset) for the C module."""
+    """Return (kind, number, object, size, stride, offset) for the C module. `typed`: (storage, dtype) of the views that
+    outputs are views of, after the storages themselves."""
     layout = relaunch.layout
     match recipe:
         case Given(value):
@@ -107,18 +110,15 @@ def _recipe(
             return SAME, position, None, None, None, None
         case Empty(view):
             return EMPTY, 0, (view.size, view.stride, view.dtype), None, None, None
-        case OfStorage(number, view) if layout.storages[number].saved:
-            offset, odd = divmod(layout.storages[number].offset + view.offset, view.dtype.itemsize)
-            if odd:
-                raise ValueError(f"output {output} lies between elements of the slab, for {view.dtype}")
-            return SAVED, types.setdefault(view.dtype, len(types)), None, view.size, view.stride, offset
         case OfStorage(number, view):
-            made, primary = own[number], layout.primary(number)
-            if view == primary and layout.outputs_of(number)[0] == output:
-                return WHOLE, made, None, None, None, None
-            if primary is not None and primary.dtype == view.dtype and not view.offset % view.dtype.itemsize:
-                return PART, made, None, view.size, view.stride, view.offset // view.dtype.itemsize
-            return MADE, 0, part_maker(made, view), None, None, None
+            if view == layout.primary(number) and layout.outputs_of(number)[0] == output:
+                return WHOLE, number, None, None, None, None
+            offset, odd = divmod(view.offset, view.dtype.itemsize)
+            if odd:
+                raise ValueError(f"output {output} lies between elements of its storage, for {view.dtype}")
+            if view.dtype != layout.allocation(number)[2]:
+                number = len(layout.storages) + typed.setdefault((number, view.dtype), len(typed))
+            return PART, number, None, view.size, view.stride, offset
     return MADE, 0, maker_of(recipe, relaunch.device.empty), None, None, None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.launch.executable import emptied
-from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned, Relaunch
+from torch_overlay._inductor.relaunch.launch.relaunch import masks_of, Misaligned, Relaunch
 from torch_overlay._inductor.relaunch.memory.outputs import Given, maker_of, OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import values_of
@@ -46,14 +46,13 @@ class Split:
             relaunch = Relaunch(device, stage.layout, launcher, aligned)
             self.stages.append(relaunch)
             self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))
-        self.positions = layout.inputs
-        self.masks = tuple([alignments[k] - 1 for k in self.positions])
+        self.masks = masks_of(layout, alignments)
         self.aligned = self.stages[0].call.aligned
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
         self.returned += inputs_of(layout.computed)
         self.numbers = arrangement.numbers
         self.words = tuple({(slot.letter, slot.expression): slot for slot in self.template.numbers}.values())
-        self.first = 1 + max(self.positions, default=-1)
+        self.first = 1 + max(layout.inputs, default=-1)
         self.slots = arrangement.slots
         self.results = arrangement.results
         # Make the other outputs, with None in the places of those that come from the stages.
@@ -67,7 +66,7 @@ class Split:
         self.template = emptied(self.template)
 
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
-        if not self.aligned(inputs, self.positions, self.masks):
+        if not self.aligned(inputs, self.masks):
             raise Misaligned
         try:
             values_of(self.words, inputs, self.layout.computed)

@@ -290,9 +290,9 @@ def _one_by_one(proven: Proven) -> tuple[dict[int, tuple[int, int]], list[int]]:
 
 
 def _whole(proven: Proven, offsets: dict[int, tuple[int, int]], slabs: Sequence[int]) -> Arrangement:
-    old, layout = proven.layout, _with_slabs(proven.layout, slabs)
+    layout = _with_slabs(proven.layout, slabs)
     at = _slab_regions(layout, len(slabs))
-    places = {r: (layout.saved_region if k == old.saved_region else k, d) for r, (k, d) in enumerate(proven.places)}
+    places = dict(enumerate(proven.places))
     places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
     template = _moved(proven, places, proven.template.nodes, layout.scratch_region + 1)
     return Arrangement(layout, template)
@@ -305,8 +305,8 @@ def _with_slabs(layout: OutputLayout, slabs: Sequence[int]) -> OutputLayout:
 
 
 def _slab_regions(layout: OutputLayout, slabs: int) -> list[int]:
-    first = layout.saved_region - (slabs - 1)
-    return [layout.scratch_region, *range(first, first + slabs - 1)]
+    scratch = layout.scratch_region
+    return [scratch, *range(scratch - slabs + 1, scratch)]
 
 
 def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequence[Node], regions: int) -> Template:
@@ -359,7 +359,7 @@ class _Cut:
         layout = proven.layout
         self.inputs = len(layout.inputs)
         self.at: dict[int, tuple[int, int]] = {}  # (region, offset) of regions that lie in a chunk or slab with others
-        self.storage = {region: number for number, region in zip(layout.own, self._find_storages(), strict=True)}
+        self.storage = {region: number for number, region in enumerate(self._find_storages())}
         self.slab = self._pack_crossing()  # region -> bytes
         # Slots: positions of inputs, then storages, then slabs.
         slots = 1 + max(layout.inputs, default=-1)
@@ -392,7 +392,7 @@ class _Cut:
         return len(self.spans) - 1
 
     def _find_storages(self) -> list[int]:
-        """Return the regions of the layout's own storages: regions of the proof, or a new one for a chunk's members."""
+        """Return the regions of the layout's storages: regions of the proof, or a new one for a chunk's members."""
         members: defaultdict[int, list[int]] = defaultdict(list)
         for r in range(self.inputs, len(self.proven.places)):
             members[self.proven.places[r][0]].append(r)

@@ -18,7 +18,10 @@ device for an allocation of that size.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
+
+import torch
 
 from torch_overlay._inductor.relaunch.memory.outputs import OfStorage, Repeated, Storage, TensorView
 from torch_overlay._inductor.relaunch.memory.packing import aligned
@@ -26,8 +29,6 @@ from torch_overlay._inductor.relaunch.memory.packing import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import torch
 
     from torch_overlay._inductor.relaunch.memory.outputs import Recipe
 
@@ -75,28 +76,17 @@ def place(
     if gradients:
         little = {i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1}
         members += _chunks(in_order(little.difference(ours)), needs, types, LITTLE_CHUNK)
-    chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
+    groups: list[tuple[list[int], torch.dtype | None]] = [(sorted(slab), torch.uint8)] * bool(slab)
+    groups += [(sorted(chunk), next(iter(types[chunk[0]]))) for chunk in members]
+    groups += [([i], None) for i in set(range(len(sizes))).difference(*[held for held, _ in groups])]
     storages: list[Storage] = []
-    places: list[tuple[int, int]] = []
-    at: dict[int, tuple[int, int]] = {}  # number of the chunk -> its storage, bytes so far
-    offset = 0
-    for i, size in enumerate(sizes):
-        if i in slab:
-            places.append((len(storages), 0))
-            storages.append(Storage(size, True, offset))
-            offset += needs[i]
-        elif (number := chunk_of.get(i)) is None:
-            places.append((len(storages), 0))
-            storages.append(Storage(size))
-        else:
-            if number not in at:
-                (dtype,) = types[i]
-                at[number] = len(storages), 0
-                storages.append(Storage(sum(needs[j] for j in members[number]), dtype=dtype))
-            storage, used = at[number]
-            places.append((storage, used))
-            at[number] = storage, used + needs[i]
-    return tuple(_placed(recipe, places) for recipe in recipes), tuple(storages), tuple(places)
+    places: dict[int, tuple[int, int]] = {}
+    for number, (held, dtype) in enumerate(sorted(groups, key=lambda group: group[0])):
+        *starts, end = 0, *itertools.accumulate(needs[i] for i in held)
+        places |= {i: (number, start) for i, start in zip(held, starts, strict=True)}
+        storages.append(Storage(sizes[held[0]] if dtype is None else end, dtype, tuple(starts)))
+    at = tuple([places[i] for i in range(len(sizes))])
+    return tuple(_placed(recipe, at) for recipe in recipes), tuple(storages), at
 
 
 def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:

@@ -8,9 +8,9 @@
     OfStorage     a view of memory that the call allocates
     Empty         a tensor without bytes
 
-Regions are numbered in this order: the tensor inputs, the storages that are allocated one by one, the slab of the
-storages that are saved for the backward, and the scratch slab. A layout contains no address, so two captures of one
-program have equal layouts.
+Regions are numbered in this order: the tensor inputs, the storages, and the scratch slab. A storage of the layout may
+hold several of the capture (`memory.chunks`). A layout contains no address, so two captures of one program have equal
+layouts.
 
 Note [The largest first]
 The memory of one launch is allocated all at once, so it can be allocated in any order. The caching allocator takes the
@@ -116,9 +116,8 @@ Recipe: TypeAlias = Given | Computed | Repeated | SameInput | OfInput | OfStorag
 @dataclass(frozen=True)
 class Storage:
     size: int
-    saved: bool = False
-    offset: int = 0  # in the slab, if saved
-    dtype: torch.dtype | None = None  # of a chunk, which is allocated as a vector of this type
+    dtype: torch.dtype | None = None  # of one that is allocated as a vector: a slab, of bytes, or a chunk
+    starts: tuple[int, ...] = (0,)  # where what was one storage in the capture begins
 
 
 @dataclass(frozen=True)
@@ -129,26 +128,13 @@ class OutputLayout:
     scratch: tuple[int, ...]  # sizes of the sub-allocations of the scratch slab
 
     @functools.cached_property
-    def own(self) -> tuple[int, ...]:
-        """Return the numbers of the storages that are regions of their own."""
-        return tuple(i for i, s in enumerate(self.storages) if not s.saved)
-
-    @functools.cached_property
     def computed(self) -> tuple[tuple[Any, ...], ...]:
         """Return the expressions of the outputs that are numbers."""
         return tuple([recipe.expression for recipe in self.recipes if isinstance(recipe, Computed)])
 
     @property
-    def saved_region(self) -> int:
-        return len(self.inputs) + len(self.own)
-
-    @property
     def scratch_region(self) -> int:
-        return self.saved_region + 1
-
-    @property
-    def saved_size(self) -> int:
-        return max((s.offset + aligned(s.size) for s in self.storages if s.saved), default=0)
+        return len(self.inputs) + len(self.storages)
 
     @property
     def scratch_size(self) -> int:
@@ -158,9 +144,8 @@ class OutputLayout:
     def order(self) -> tuple[int, ...]:
         """Return the regions in the order in which a call allocates them, counted from the first one after the inputs.
         Note [The largest first]"""
-        sizes = [*[self.storages[i].size for i in self.own], self.saved_size, self.scratch_size]
-        wanted = [k for k, size in enumerate(sizes) if size or k < len(self.own)]
-        return tuple(sorted(wanted, key=lambda k: -sizes[k]))
+        sizes = [storage.size for storage in self.storages] + [self.scratch_size] * bool(self.scratch_size)
+        return tuple(sorted(range(len(sizes)), key=lambda k: -sizes[k]))
 
     @functools.cached_property
     def _outputs_by_storage(self) -> Mapping[int, Sequence[int]]:
@@ -174,16 +159,15 @@ class OutputLayout:
         return self._outputs_by_storage.get(storage, ())
 
     def primary(self, storage: int) -> TensorView | None:
-        """Return the view that the storage is allocated as: a vector for a chunk, else the first output that spans all
-        of the storage. None if there is no such output."""
+        """Return the view that the storage is allocated as: a vector for a slab or a chunk, else the first output that
+        spans all of the storage. None if there is no such output, or outputs have several types."""
         size, dtype = self.storages[storage].size, self.storages[storage].dtype
         if dtype is not None:
             return TensorView((size // dtype.itemsize,), (1,), dtype)
-        for output in self.outputs_of(storage):
-            view = cast("OfStorage", self.recipes[output]).view
-            if not view.offset and view.extent >= size:
-                return view
-        return None
+        views = [cast("OfStorage", self.recipes[output]).view for output in self.outputs_of(storage)]
+        if len({view.dtype for view in views}) > 1:
+            return None
+        return next((view for view in views if not view.offset and view.extent >= size), None)
 
     def allocation(self, storage: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
         view = self.primary(storage)
@@ -194,9 +178,9 @@ class OutputLayout:
     def names(self) -> dict[int, str]:
         """Return names of the regions, for tables and messages."""
         names = {region: f"input {position}" for region, position in enumerate(self.inputs)}
-        for region, number in enumerate(self.own, start=len(self.inputs)):
-            names[region] = "output " + ", ".join(map(str, self.outputs_of(number)))
-        return names | {self.saved_region: "saved", self.scratch_region: "scratch"}
+        for number in range(len(self.storages)):
+            names[len(self.inputs) + number] = "output " + ", ".join(map(str, self.outputs_of(number)))
+        return names | {self.scratch_region: "scratch"}
 
 
 Maker: TypeAlias = "Callable[[Any, Sequence[Any]], Any]"  # of the inputs, and of storages or earlier outputs
@@ -223,18 +207,9 @@ def maker_of(recipe: Recipe, empty: Callable[..., torch.Tensor]) -> Maker:
     raise TypeError(f"no input has the memory of {recipe}")
 
 
-def part_maker(number: int, view: TensorView) -> Maker:
-    """Return a function that makes a view, of any type, of the storage that is allocated as number `number`."""
-    return lambda inputs, storages: _typed(storages[number], view, view.offset)
-
-
 def _view_of_input(source: torch.Tensor, view: TensorView) -> torch.Tensor:
     if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
         return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
-    return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
-
-
-def _typed(source: torch.Tensor, view: TensorView, offset: int) -> torch.Tensor:
-    """Return a view with the dtype of `view`, at byte `offset` of the source's storage."""
+    offset = int(source.storage_offset()) * source.dtype.itemsize + view.offset
     empty = torch.empty(0, dtype=view.dtype, device=source.device)
     return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)

@@ -147,10 +147,11 @@ LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 
 class RegisterProgram(NamedTuple):
     """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
-    one for the result of each operation. Types are 0 for integers and 1 for floats."""
+    one for the result of each operation. The type of an input is 0
+    for integers and 1 for floats."""
 
     inputs: tuple[tuple[int, int], ...]  # (position, type)
-    constants: tuple[tuple[int, Any], ...]  # (type, value)
+    constants: tuple[Any, ...]
     code: tuple[tuple[int, int, int], ...]  # (operation, register, register)
     results: tuple[int, ...]  # the register of each expression
 
@@ -163,7 +164,7 @@ class RegisterProgram(NamedTuple):
         register = {part: i for i, part in enumerate([*inputs, *constants, *steps])}
         return RegisterProgram(
             tuple((part[1], int(part[2] is float)) for part in inputs),
-            tuple((int(type(part[1]) is float), part[1]) for part in constants),
+            tuple(part[1] for part in constants),
             tuple((CODES[part[0]], register[part[1]], register[part[-1]]) for part in steps),
             tuple(register[expression] for expression in expressions),
         )

@@ -20,7 +20,7 @@ from torch_overlay._inductor.relaunch.numbers.traced import (
     smallest,
     Traced,
 )
-from torch_overlay._inductor.relaunch.proof.functions import binary_of
+from torch_overlay._inductor.relaunch.proof.functions import static_binary_of
 from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
 
@@ -46,13 +46,10 @@ class Launches:
         named = {name: plain(value) for name, value in kwargs.items()}
         result = kernel.run(*map(plain, args), **named)  # before its launcher is asked: this may choose the launcher
         made = [node for node in self.nodes() if node not in before]
-        launchers = getattr(kernel, "launchers", ())
-        if len(made) != 1 or len(launchers) != 1:
-            _escape(given, "a kernel that gets it is launched in an unknown way")
-        (launcher,) = launchers
-        if not getattr(launcher, "_is_static", False):
-            _escape(given, "a kernel that gets it is not launched by torch's static launcher")
-        letters = binary_of(launcher).arg_tys
+        launcher, binary = static_binary_of(kernel)
+        if len(made) != 1 or launcher is None:
+            _escape(given, "a kernel that gets it is not launched once, by torch's static launcher")
+        letters = binary.arg_tys
 
         def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
             if blocks := [v for v in (x, y, z) if isinstance(v, Traced)]:

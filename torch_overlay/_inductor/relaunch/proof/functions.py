@@ -80,6 +80,14 @@ def binary_of(launcher: Any) -> Any:
     return getattr(launcher, "bin", None) or scope.get("bin") or getattr(scope.get("runner"), "__self__", None)
 
 
+def static_binary_of(kernel: Any) -> tuple[Any, Any]:
+    """Return a kernel's launcher and its kernel object, if it has one, torch's static launcher; else None of both."""
+    launchers = getattr(kernel, "launchers", ())
+    if len(launchers) != 1 or not getattr(launchers[0], "_is_static", False):
+        return None, None
+    return launchers[0], binary_of(launchers[0])
+
+
 def _handles(binary: Any) -> Iterator[int]:
     """Yield the kernel's function handles: torch's static launcher has one for each device that the kernel ran on."""
     functions = getattr(binary, "functions", None) or {}

@@ -44,65 +44,76 @@ class TestOutputs(TestCase):
         return Relaunch(device, layout, launcher, ())
 
     def make(self, recipes, storages=(), inputs=()):
-        """Return the outputs, the storages and the slab of a call."""
+        """Return the outputs and the storages of a call."""
         relaunch = self.relaunch(recipes, storages)
         self.allocated = []
         outputs = relaunch.launch([*inputs])
         found = dict(zip(relaunch.layout.order, self.allocated))
-        slab = len(relaunch.layout.own)
-        return outputs, [found[k] for k in range(slab)], found.get(slab)
+        return outputs, [found[k] for k in range(len(storages))]
 
     def test_storages_alone(self):
         recipes = [OfStorage(0, vector(4)), OfStorage(1, vector(3, torch.int64))]
-        outputs, made, _ = self.make(recipes, [Storage(16), Storage(24)])
+        outputs, made = self.make(recipes, [Storage(16), Storage(24)])
         self.assertEqual([out is one for out, one in zip(outputs, made)], [True, True])
         self.assertIsInstance(outputs, tuple)
 
     def test_views_of_a_storage(self):
         first = TensorView((2, 3), (3, 1), torch.float32)
         column = TensorView((2,), (3,), torch.float32, 4)
-        bits, odd = vector(6, torch.int32), vector(2, torch.uint8, 5)
-        recipes = [OfStorage(0, view) for view in (first, column, bits, odd, first)]
-        outputs, (made,), _ = self.make(recipes, [Storage(24)])
+        recipes = [OfStorage(0, view) for view in (first, column, first)]
+        outputs, (made,) = self.make(recipes, [Storage(24)])
         self.assertIs(outputs[0], made)
         self.assertEqual(outputs[1].data_ptr() - made.data_ptr(), 4)
         self.assertEqual(outputs[1].view(torch.int32), made.view(torch.int32)[:, 1])
-        self.assertEqual(outputs[2], made.view(torch.int32).flatten())
-        self.assertEqual(outputs[3], made.view(torch.uint8).flatten()[5:7])
-        self.assertIsNot(outputs[4], made)  # each output is a tensor of its own
-        self.assertEqual(outputs[4].data_ptr(), made.data_ptr())
+        self.assertIsNot(outputs[2], made)  # each output is a tensor of its own
+        self.assertEqual(outputs[2].data_ptr(), made.data_ptr())
+        for out in outputs:
+            self.assertEqual(out.untyped_storage().data_ptr(), made.data_ptr())
+
+    def test_views_of_several_types(self):
+        first, column = TensorView((2, 3), (3, 1), torch.float32), TensorView((2,), (3,), torch.float32, 4)
+        bits, odd = vector(6, torch.int32), vector(2, torch.uint8, 5)
+        recipes = [OfStorage(0, view) for view in (first, column, bits, odd)]
+        outputs, (made,) = self.make(recipes, [Storage(24)])
+        self.assertEqual((made.dtype, made.numel()), (torch.uint8, 32))
+        bits = made[:24].view(torch.int32).view(2, 3)
+        self.assertEqual([out.dtype for out in outputs], [torch.float32] * 2 + [torch.int32, torch.uint8])
+        self.assertEqual(outputs[0].view(torch.int32), bits)
+        self.assertEqual(outputs[1].view(torch.int32), bits[:, 1])
+        self.assertEqual(outputs[2], bits.flatten())
+        self.assertEqual(outputs[3], made[5:7])
         for out in outputs:
             self.assertEqual(out.untyped_storage().data_ptr(), made.data_ptr())
 
     def test_storage_that_no_output_spans(self):
         recipes = [OfStorage(0, vector(2, torch.float32, 8))]
-        outputs, (made,), _ = self.make(recipes, [Storage(20)])
+        outputs, (made,) = self.make(recipes, [Storage(20)])
         self.assertEqual((made.dtype, made.numel()), (torch.uint8, 32))
         self.assertEqual(outputs[0].view(torch.uint8), made[8:16])
 
     def test_views_of_the_slab(self):
-        storages = [Storage(16, True, 0), Storage(24), Storage(12, True, 512)]
+        storages = [Storage(1024, torch.uint8, (0, 512)), Storage(24)]
         recipes = [
-            OfStorage(2, vector(2, torch.int16, 4)),
+            OfStorage(0, vector(2, torch.int16, 516)),
             OfStorage(0, vector(4)),
             OfStorage(1, vector(6)),
-            OfStorage(2, vector(3)),
+            OfStorage(0, vector(3, torch.float32, 512)),
         ]
-        outputs, (made,), slab = self.make(recipes, storages)
+        outputs, (slab, made) = self.make(recipes, storages)
         self.assertEqual(outputs[0].view(torch.uint8), slab[516:520])
         self.assertEqual(outputs[1].view(torch.uint8), slab[:16])
         self.assertIs(outputs[2], made)
         self.assertEqual(outputs[3].view(torch.uint8), slab[512:524])
 
-    def test_view_between_elements_of_the_slab(self):
+    def test_view_between_elements_of_a_storage(self):
         recipes = [OfStorage(0, vector(1, torch.float32, 2))]
-        with self.assertRaisesRegex(ValueError, "output 0 lies between elements of the slab"):
-            self.make(recipes, [Storage(16, True, 0)])
+        with self.assertRaisesRegex(ValueError, "output 0 lies between elements of its storage"):
+            self.make(recipes, [Storage(512, torch.uint8)])
 
     def test_inputs(self):
         x = torch.arange(12.0)[2:]
         recipes = [SameInput(1), OfInput(1, vector(3, torch.float32, 8)), OfInput(1, vector(4, torch.int16, 6))]
-        outputs, _, _ = self.make(recipes, inputs=[None, x])
+        outputs, _ = self.make(recipes, inputs=[None, x])
         self.assertIs(outputs[0], x)
         self.assertEqual(outputs[1], x[2:5])
         self.assertEqual(outputs[2], x.view(torch.int16)[3:7])
@@ -117,7 +128,7 @@ class TestOutputs(TestCase):
             OfStorage(0, vector(4)),
             Repeated(4),
         ]
-        outputs, (made,), _ = self.make(recipes, [Storage(16)], inputs=[37])
+        outputs, (made,) = self.make(recipes, [Storage(16)], inputs=[37])
         self.assertEqual((outputs[:2], outputs[3]), ((None, 42), 42))
         self.assertEqual((outputs[2].shape, outputs[2].dtype), ((0, 4), torch.float16))
         self.assertIs(outputs[4], made)
