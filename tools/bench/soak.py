@@ -34,6 +34,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
+from relaunch_process import device_used, MIB  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import torch_overlay  # noqa: E402
 
@@ -176,21 +177,20 @@ PROGRAMS: dict[str, Callable[[str, Compile], Call]] = {
 
 
 def sample(device: str) -> Sample:
-    """MiB in use, without garbage; and captures so far."""
+    """Return the MiB in use, without garbage, and the captures so far."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found = {"host": pages * os.sysconf("SC_PAGE_SIZE") / 2**20}
+    found = {"host": pages * os.sysconf("SC_PAGE_SIZE") / MIB}
     if device == "cuda":
         torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        in_use = total - free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-        found |= {name: n / 2**20 for name, n in zip(("device", "reserved", "allocated"), in_use)}
+        in_use = device_used(), torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        found |= {name: n / MIB for name, n in zip(("device", "reserved", "allocated"), in_use)}
     return {**found, "captures": counters["torch_overlay"]["cudagraph_captures"]}
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """What grew by more than is allowed, and by how much, from the first sample after the last capture of the first
-    half."""
+    """Return the quantities that grew by more than is allowed, and by how much, from the first sample after the last
+    capture of the first half."""
     half = samples[: len(samples) // 2 + 1]
     base = next(each for each in samples if each["captures"] == half[-1]["captures"])
     grown = {name: samples[-1][name] - base[name] for name in base}
@@ -198,7 +198,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def different(calls: Mapping[str, Call], wanted: Mapping[str, Call], i: int) -> list[str]:
-    """The programs whose results aren't those without graphs, each with the reason."""
+    """Return the programs whose results aren't those without graphs, each with the reason."""
     wrong = []
     for name, call in calls.items():
         try:

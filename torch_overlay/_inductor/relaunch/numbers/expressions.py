@@ -147,8 +147,7 @@ LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 
 class RegisterProgram(NamedTuple):
     """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
-    one for the result of each operation. The type of an input is 0
-    for integers and 1 for floats."""
+    one for the result of each operation. The type of an input is 0 for integers and 1 for floats."""
 
     inputs: tuple[tuple[int, int], ...]  # (position, type)
     constants: tuple[Any, ...]
