@@ -18,6 +18,7 @@ import concurrent.futures
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,11 +115,13 @@ def sizes(device: str, compile: Compile, rows: Sequence[int]) -> Call:
 
 
 def threads(device: str, compile: Compile) -> Call:
+    """Four threads at once. All take part in each call: a thread's first product allocates a cuBLAS workspace."""
     model, inputs = _model(device), _inputs(device)
     compiled, pool = compile(model), concurrent.futures.ThreadPoolExecutor(THREADS)
-    forward = torch.no_grad()(compiled)
+    forward, all_here = torch.no_grad()(compiled), threading.Barrier(THREADS)
 
     def answer(x: torch.Tensor) -> torch.Tensor:
+        all_here.wait()
         result = forward(x)
         if device == "cuda":
             torch.cuda.current_stream().synchronize()
