@@ -1,14 +1,12 @@
-"""Faults at every step of tools/apply_patches.py: kills, kills of the recovery, errors, and several runs at once.
+"""Faults at every step of tools/apply_patches.py: kills, errors, and several runs at once.
 
     python test/tools/patch_faults.py kill          SIGKILL before each file-system operation, in both directions
-    python test/tools/patch_faults.py kill_twice    and then before each operation of the recovery
     python test/tools/patch_faults.py errors        a full disk and a read-only one, from each operation on or once
     python test/tools/patch_faults.py races         two runs at once, in all pairings
 
-An operation is an audit event of Python's that changes something, a lock, a write (before it, and with half of it
-done), or an fsync. Each run is a fork of this process, which has neither torch nor threads. After every fault the tree
-must be whole, or `--check` must say that it is not, and the next run, in either direction, must leave the tree that it
-was asked for and nothing else.
+An operation is an audit event of Python's that changes something, a lock, or an fsync. Each run is a fork of this
+process, which has neither torch nor threads. After every fault the tree must be whole, or `--check` must say that it is
+not, and the next run, in either direction, must leave the tree that it was asked for and nothing else.
 """
 
 import argparse
@@ -35,10 +33,9 @@ import series  # noqa: E402
 
 Tree = dict[str, Any]
 EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.chmod", "os.utime", "os.truncate"}
-ALLOCATING = {"open", "os.mkdir", "os.link", "write"}
+ALLOCATING = {"open", "os.mkdir", "os.link", "fsync"}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 APPLY, REVERSE = (), ("--reverse",)
-write = os.write
 
 
 class Operations:
@@ -48,7 +45,7 @@ class Operations:
         self.count = 0
         self.fault = fault
         sys.addaudithook(self.audit)
-        os.write, os.fsync = self.write, lambda descriptor: self.step("fsync")
+        os.fsync = lambda descriptor: self.step("fsync")
 
     def step(self, kind: str) -> None:
         self.count += 1
@@ -57,12 +54,6 @@ class Operations:
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS or event == "fcntl.flock" or (event == "open" and arguments[2] & WRITES):
             self.step(event)
-
-    def write(self, descriptor: int, data: bytes) -> int:
-        self.step("write")
-        done = write(descriptor, data[: len(data) // 2])
-        self.step("write")
-        return done + write(descriptor, data[len(data) // 2 :])
 
 
 class Result:
@@ -85,7 +76,7 @@ def run(root: Path, *options: str, fault: Callable[[int, str], None] | None = No
                 status = apply_patches.main([*options, str(root)])
                 sys.stdout.flush()
             except BaseException as error:
-                write(output.fileno(), repr(error).encode())
+                os.write(output.fileno(), repr(error).encode())
                 status = 99
             os._exit(status)
         _, status = os.waitpid(child, 0)
@@ -119,6 +110,11 @@ def snapshot(root: Path) -> Tree:
         else None
         for path in root.rglob("*")
     }
+
+
+def files(tree: Tree) -> Tree:
+    """The files and links of a snapshot, without those of a run that was killed."""
+    return {name: entry for name, entry in tree.items() if entry is not None and apply_patches.STAGING not in name}
 
 
 def make_small(folder: Path) -> None:
@@ -176,9 +172,8 @@ class Faults:
         shutil.copytree(source, self.copy, symlinks=True)
         return self.copy
 
-    @staticmethod
-    def has_journal(root: Path) -> bool:
-        return (root / "torch" / ".apply_patches" / "journal").exists()
+    def is_whole(self, tree: Tree) -> bool:
+        return files(tree) in (files(self.pristine), files(self.applied))
 
     def wanted(self, options: tuple[str, ...]) -> Tree:
         return self.applied if options == APPLY else self.pristine
@@ -190,23 +185,19 @@ class Faults:
     def recovers(self, root: Path, where: str) -> None:
         """The tree is whole or --check says what it is not; each direction then ends in the tree that it is to make."""
         broken = snapshot(root)
-        has_journal = self.has_journal(root)
+        is_whole, saved = self.is_whole(broken), root.with_name("saved")
+        self.steps["whole" if is_whole else "unfinished"] += 1
         for options in (APPLY, REVERSE):
             result = run(root, "--check", *options)
             must(snapshot(root) == broken, f"{where}: --check changes something")
-            must(("has not ended" in result.output) == has_journal, f"{where}: --check says {result.output}")
-            must(result.status == 1 or not has_journal, f"{where}: --check passes")
-        visible = {name: entry for name, entry in broken.items() if ".apply_patches" not in name}
-        must(has_journal or visible in (self.pristine, self.applied), f"{where}: a mixed tree without a journal")
-        self.steps["unfinished" if has_journal else "whole"] += 1
-        saved = root.with_name("saved")
-        for options in (APPLY, REVERSE):
+            must(("has not ended" in result.output) != is_whole, f"{where}: --check says {result.output}")
+            must(result.status == 1 or is_whole, f"{where}: --check passes")
             shutil.rmtree(saved, ignore_errors=True)
             shutil.copytree(root, saved, symlinks=True)
-            result = run(saved, *options)
-            must(snapshot(saved) == self.wanted(options), f"{where}, then {options}: another tree\n{result.output}")
-            must(("had not ended" in result.output) == has_journal, f"{where}: it says {result.output}")
-            must(result.status == 0 or not has_journal, f"{where}, then {options}: {result.output}")
+            again = run(saved, *options)
+            must(snapshot(saved) == self.wanted(options), f"{where}, then {options}: another tree\n{again.output}")
+            must(("had not ended" in again.output) != is_whole, f"{where}: it says {again.output}")
+            must(again.status == 0 or is_whole, f"{where}, then {options}: {again.output}")
 
     def kill(self) -> None:
         for options, tree in self.directions():
@@ -217,30 +208,6 @@ class Faults:
                     must(snapshot(root) == self.wanted(options), result.output)
                     break
                 self.recovers(root, f"killed before operation {position} of {options}")
-
-    def kill_twice(self) -> None:
-        for options, tree in self.directions():
-            for position in range(1, 100_000):
-                root = self.fresh(tree)
-                if not run(root, *options, fault=kill_at(position)).killed:
-                    break
-                if not self.has_journal(root):
-                    continue
-                first = root.with_name("first")
-                shutil.rmtree(first, ignore_errors=True)
-                shutil.copytree(root, first, symlinks=True)
-                back = REVERSE if options == APPLY else APPLY
-                for second in range(1, 100_000):
-                    root = self.fresh(first)
-                    if not run(root, *back, fault=kill_at(second)).killed:
-                        break
-                    self.steps["kills of the recovery"] += 1
-                    recovered = not self.has_journal(root)
-                    result = run(root, *back)
-                    where = f"{options} killed before operation {position}, its recovery before {second}"
-                    must(snapshot(root) == self.wanted(back), f"{where}: another tree\n{result.output}")
-                    if recovered:  # the rest is tidying up, as at the end of every run
-                        break
 
     def errors(self) -> None:
         kinds = [(errno.ENOSPC, ALLOCATING, True), (errno.ENOSPC, ALLOCATING, False)]
@@ -268,8 +235,7 @@ class Faults:
                     must("half changed" not in result.output or code == errno.EROFS, f"{where}: not rolled back")
 
     def after_error(self, root: Path, options: tuple[str, ...], before: Tree, result: Result, where: str) -> None:
-        now = snapshot(root)
-        visible = {name: entry for name, entry in now.items() if ".apply_patches" not in name}
+        now = files(snapshot(root))
         self.steps[where.partition(",")[0]] += 1
         must(result.status in (0, 1), f"{where}: {result.output}")
         if "half changed" in result.output:
@@ -277,10 +243,10 @@ class Faults:
             self.recovers(root, where)
         elif result.status == 1:
             must("Nothing was changed" in result.output, f"{where}: {result.output}")
-            must(visible == before, f"{where}: something was changed\n{result.output}")
-            must("No space" not in result.output or now == before, f"{where}: something was left")
+            must(now == files(before), f"{where}: something was changed\n{result.output}")
+            must("No space" not in result.output or snapshot(root) == before, f"{where}: something was left")
         else:
-            must(visible == self.wanted(options), f"{where}: {result.output}")
+            must(now == files(self.wanted(options)), f"{where}: {result.output}")
 
     def races(self) -> None:
         pairs = [
@@ -332,7 +298,7 @@ def must(condition: bool, message: str) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fault", choices=("kill", "kill_twice", "errors", "races"))
+    parser.add_argument("fault", choices=("kill", "errors", "races"))
     fault = parser.parse_args(argv).fault
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # thousands of small trees
     with tempfile.TemporaryDirectory(dir=memory) as name:
