@@ -104,7 +104,7 @@ def read(root: Path, series: Sequence[PatchFile]) -> list[File]:
         files += [found] if isinstance(found, File) else []
     if problems:
         raise SeriesError(
-            f"{root} is a tree of PyTorch {record['tag']} neither without nor with the series:\n" + "\n".join(problems)
+            f"{root} is no tree of PyTorch {record['tag']}, with the series or without:\n" + "\n".join(problems)
         )
     return files
 
