@@ -443,15 +443,15 @@ def write_back_parts(graph: Graph) -> None:
         if given.op != "placeholder" or not _is_returned_only(new, write):
             continue
         part, value, steps = _updated_part(given, new)
-        if not steps or part.is_complex() or part.device.type == "cpu" or part.dtype != value.meta["val"].dtype:
-            continue
-        if storage_node(value) is not given:
+        is_there = storage_node(value) is given and geometry(value.meta["val"]) == geometry(part)  # as after `add_(0)`
+        if not is_there:
+            is_known = steps and storage_node(value) is not given and part.dtype == value.meta["val"].dtype
+            if not is_known or part.is_complex() or part.device.type == "cpu":
+                continue
             register()
             with graph.inserting_before(write):
                 made = graph.call_function(COPY_ASYNC, (given, value))
             made.meta = {**write.meta, "val": None, DESTINATION: part}
-        elif geometry(value.meta["val"]) != geometry(part):  # else it is there, as after `add_(0)`
-            continue
         graph.erase_node(write)
         new.replace_all_uses_with(given)
         for step in steps:

@@ -226,6 +226,19 @@ def imaginary_parts_of_an_input_of_which_the_real_ones_get_zeros_added(s1, /, st
     return v1, v2, v3
 
 
+@found(train="0")
+def input_to_whose_part_nothing_is_added_in_training(s1, s2, /, x, z, state, ready):
+    s2.wait_event(ready)
+    state.zero_()
+    with torch.cuda.stream(s1):
+        done1 = s2.record_event()
+        done1.synchronize()
+        v1 = x + 1
+        z.real.add_(state)
+        v2 = z.imag
+    return v1, v2
+
+
 @found(loads="[0, 1]")
 def row_of_an_input_of_which_another_is_updated_in_another_shape(s1, /, x, state):
     current.wait_stream(s1)
