@@ -6,7 +6,6 @@ import functools
 import struct
 import threading
 import weakref
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -224,7 +223,7 @@ class TestRebuild(TestCase):
         """A runner and its state, whose graph is given up when it has been made anew too often."""
         owner = self.enterContext(fake_device())
         made, state = Runner(lambda inputs: None, CodeFacts("a region", 0), owner), State()
-        state.relaunch = SimpleNamespace(stages=[SimpleNamespace(totals=(3, 0))])  # type: ignore[assignment]
+        state.relaunch = object()  # type: ignore[assignment]
         return made, state
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
@@ -244,7 +243,6 @@ class TestRebuild(TestCase):
         self.assertEqual(refused.code, "host-memory")
         self.assertIn(f"moved {executable.MOST_REBUILDS} times", refused.message)
         self.assertIn("cuGraphExecMemcpyNodeSetParams: invalid argument (1), at node 0 (memcpy)", refused.message)
-        self.assertEqual(owner.launched(), 3)
 
     def test_graph_is_not_dropped_while_a_thread_that_may_wait_for_its_launch_has_the_lock(self) -> None:
         """A finalizer launches while the lock of the states is held, and waits for this launch."""

@@ -68,12 +68,11 @@ LARGE = object()  # in a key: a tensor in host memory with more values, so there
 
 
 def key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that makes a key of the inputs at these positions; `scalars` are tensors in host memory."""
-    if not numbers and not scalars:
-        return lambda inputs: ()
-    if not scalars:
-        return lambda inputs: tuple([v if type(v := inputs[k]) is int else bit_key(v) for k in numbers])
-    return lambda inputs: (*[bit_key(inputs[k]) for k in numbers], *[host_value(inputs[k]) for k in scalars])
+    """Return a function that makes a key of the inputs at these positions; `scalars` are tensors in host memory. Each
+    call makes a key, and a display of all its values takes a third of the time of a loop over the positions."""
+    values = [f"v if type(v := inputs[{k}]) is int else bit_key(v), " for k in numbers]
+    values += [f"host_value(inputs[{k}]), " for k in scalars]
+    return eval(f"lambda inputs: ({''.join(values)})", {"bit_key": bit_key, "host_value": host_value})
 
 
 def host_value(tensor: torch.Tensor) -> Any:

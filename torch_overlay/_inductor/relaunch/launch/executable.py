@@ -208,12 +208,12 @@ def implementation() -> Any:
     except csrc.NotBuiltError as error:
         raise Unprovable("c-module", str(error)) from None
     teach(module)
+    global launching
+    launching = module.launching
     return module
 
 
-def _built() -> Any:
-    """Return the C module if `implementation` has built it already; else None."""
-    return implementation() if implementation.cache_info().currsize else None
+launching: Callable[[], bool] = bool  # True if this thread is in the middle of a launch by the C module
 
 
 @functools.cache
@@ -227,12 +227,6 @@ def torch_functions() -> tuple[int, ...]:
         log.info("relaunches ask torch's Python functions for memory (%s)", error)
         return (0,) * len(TORCH_FUNCTIONS)
     return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
-
-
-def launching() -> bool:
-    """True if this thread is in the middle of a launch by the C module."""
-    module = _built()
-    return module is not None and module.launching()
 
 
 MOST_REBUILDS = 16

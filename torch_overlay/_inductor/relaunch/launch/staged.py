@@ -99,13 +99,6 @@ class Graph(NamedTuple):
     scratch: int
 
 
-def launches_of(relaunch: Launchable | None) -> int:
-    """Return how many calls a graph has run; 0 if there is none."""
-    if relaunch is None:
-        return 0
-    return sum(stage.totals[0] for stage in relaunch.stages) // len(relaunch.stages)
-
-
 def graph_of(relaunch: Launchable) -> Graph:
     stages = relaunch.stages
     nodes = sum(stage.launcher.nodes for stage in stages)
