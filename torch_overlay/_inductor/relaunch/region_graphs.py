@@ -72,7 +72,7 @@ class RegionGraphs:
             capturing.release()
             self.region.governor.note_capture(time.perf_counter() - start)
         for stage in made.stages:
-            if (rebuild := stage.launcher.rebuild) is not None:
+            if (rebuild := stage.rebuild) is not None:
                 rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         runners.count_capture(graph_of(made).nodes)
         # From here on, each launch is one for a call; its last stage counts it.
@@ -116,7 +116,7 @@ class RegionGraphs:
             stages = made.stages
             for i, stage in enumerate(stages, start=1):
                 part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
-                nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
+                nodes = "1 node" if stage.nodes == 1 else f"{stage.nodes} nodes"
                 name = f"{self.code.name}, {part}graph of {nodes}"
                 stage.show(functools.partial(profiler_ranges.within, name))
         if self.verify:

@@ -292,4 +292,4 @@ def has_copies_never_launched(relaunch: Launchable) -> bool:
     """True if the graph has memcpy nodes to patch and was never launched: the driver may refuse to patch them, and only
     the first launch shows that."""
     stages = relaunch.stages
-    return any(stage.launcher.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)
+    return any(stage.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
     from torch_overlay._inductor.relaunch.causes import CodeFacts
+    from torch_overlay._inductor.relaunch.launch.executable import Executable
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
 
@@ -42,8 +43,8 @@ COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 capturing = threading.Lock()
 
 
-def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
-    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Unprovable, or what
+def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]:
+    """Capture a region, and return its arrangement and an executable for each of its stages. Raises Unprovable, or what
     the region itself raises; NumberEscaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
@@ -56,7 +57,7 @@ def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
         raise
 
 
-def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
+def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]:
     device, code = request.device, request.code
     check(request.model)
     holes = device.holes() if code.saved_outputs else []

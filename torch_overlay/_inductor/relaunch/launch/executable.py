@@ -34,14 +34,13 @@ import logging
 import os
 import struct
 from operator import itemgetter
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
@@ -56,6 +55,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch_overlay._inductor.relaunch.graph.subgraph import Part
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
 
@@ -305,29 +305,23 @@ class Rebuild:
 
 
 def emptied(template: Template) -> Template:
-    """Return a template without its nodes and pointer slots."""
+    """Return a template without its nodes and pointer slots, which the C module has copied: in Python they take several
+    times the memory, for each size of a region, and the garbage collector walks them."""
     return dataclasses.replace(template, nodes=(), slots=())
 
 
-class Launcher:
-    """An executable graph with its template: `make_call` binds it to a layout, `replay` launches it as it is."""
+def rebuild_of(graph: torch.cuda.CUDAGraph | Part, template: Template) -> Rebuild | None:
+    copies = moving(template)
+    return Rebuild(graph, copies) if copies else None
 
-    def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
-        self.graph = graph
-        self.template, self.nodes = template, len(template.nodes)
-        self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
-        copies = moving(template)
-        self.rebuild = Rebuild(graph, copies) if copies else None
-        self.make_call: Any = call_maker(implementation(), graph.raw_cuda_graph_exec(), template, self.rebuild)
-        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
-        self.replay: Callable[[], None] = (
-            graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
-        )
 
-    def forget(self) -> None:
-        """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
-        memory, for each size of a region, and the garbage collector walks them."""
-        self.template, self.make_call = emptied(self.template), None
+class Executable(NamedTuple):
+    """An executable graph with its template."""
+
+    graph: torch.cuda.CUDAGraph | Part
+    template: Template
+    replay: Callable[[], None]  # launches it as it is
+    direct: bool  # the graph draws no random numbers, so the driver can launch it without torch
 
 
 def upload(graph: Any) -> None:
