@@ -187,10 +187,9 @@ static PyTypeObject *call_type;
 
 /* The objects that a call owns. */
 static const size_t objects[] = {
-    AT(layout.empty),     AT(layout.storages), AT(layout.raw_alloc), AT(layout.raw_delete),
-    AT(outputs.typed),    AT(outputs.recipes), AT(outputs.empty),    AT(outputs.reinterpret),
-    AT(counter.counters), AT(counter.group),   AT(counter.name),     AT(replay),
-    AT(misaligned),       AT(counts)};
+    AT(blocks.rebuild), AT(layout.empty),    AT(layout.storages), AT(layout.raw_alloc),    AT(layout.raw_delete),
+    AT(outputs.typed),  AT(outputs.recipes), AT(outputs.empty),   AT(outputs.reinterpret), AT(counter.counters),
+    AT(counter.group),  AT(counter.name),    AT(replay),          AT(misaligned),          AT(counts)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -245,25 +244,26 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
                             "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
                             "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
                             "counters", "group",       "counter", NULL};
-    PyObject *inputs, *numbers, *order, *device;
-    unsigned long long alloc, release;
+    PyObject *nodes, *slots, *words, *inputs, *numbers, *order, *device;
+    unsigned long long exec, alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
+    Blocks *blocks;
     Layout *layout;
     Outputs *outputs;
     Counter *counter;
-    Parts parts;
-    Py_ssize_t scratch;
+    Py_ssize_t regions, scratch;
     if (!self) return NULL;
+    blocks = &self->blocks;
     layout = &self->layout;
     outputs = &self->outputs;
     counter = &self->counter;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
-            &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
-            &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages, &PyTuple_Type, &outputs->typed, &scratch,
-            &numbers, &order, &PyTuple_Type, &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
-            &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device, &self->misaligned,
-            &counter->counters, &counter->group, &counter->name)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type,
+                                     &nodes, &PyTuple_Type, &slots, &regions, &PyTuple_Type, &words, &blocks->rebuild,
+                                     &blocks->by_graph, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
+                                     &PyTuple_Type, &outputs->typed, &scratch, &numbers, &order, &PyTuple_Type,
+                                     &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
+                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -271,12 +271,13 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     }
     outputs->empty = layout->empty;
     for (size_t i = 0; i < OBJECTS; i++) Py_XINCREF(owned(self, i));
+    blocks->exec = (Handle)(uintptr_t)exec;
     layout->inputs = PyTuple_GET_SIZE(inputs);
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
-    if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
-        || bind_inputs(self, inputs) || layout_init(layout, order)
+    if (blocks_init(blocks, regions, nodes, slots, words) || device_init(&self->device, device)
+        || read_numbers(self, numbers) || bind_inputs(self, inputs) || layout_init(layout, order)
         || outputs_init(outputs, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;

@@ -1,7 +1,5 @@
 """Runs a region of generated code: as compiled, or by a graph, with aligned copies of inputs where it needs them.
 
-Tells how inputs are aligned, and copies those that compiled code can't use where they are.
-
 Note [Alignment of inputs]
 Compiled code and libraries choose kernels by the alignment of what they read, so a graph is valid for inputs that are
 aligned like those it was captured with, or better. A newly allocated tensor has a higher alignment than any kernel

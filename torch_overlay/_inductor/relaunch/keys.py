@@ -3,14 +3,8 @@
 A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart
 (`bit_key`). An integer, which most keys are made of, is in the key as it is.
 
-A small tensor in host memory is in the key by its values, one in memory that lives as long as the graph
-(`Keeper`) by the identity of that.
-
-Compares values by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself.
-
-Knows which memory of the host lives as long as graphs that hold its address.
-
-A graph may copy to and from such memory, for nobody frees it meanwhile. Who has it says so in `keepers`.
+A small tensor in host memory is in the key by its values, one in memory that lives as long as the graph (`Keeper`) by
+the identity of that.
 """
 
 from __future__ import annotations
@@ -29,7 +23,8 @@ bits_of = struct.Struct("<d").pack
 
 
 def bit_key(value: Any) -> Any:
-    """Return an object that equals that of another value if and only if both have the same type and the same bits."""
+    """Return an object that equals that of another value if and only if both have the same type and the same bits: True
+    is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself."""
     kind = type(value)
     if kind is int:
         return value
@@ -43,7 +38,8 @@ def bit_key(value: Any) -> Any:
 
 
 class Keeper(NamedTuple):
-    """An owner of such memory. `identity(tensor)` tells the tensor's memory from all that may later have its address;
+    """An owner of host memory that lives as long as the graphs that hold its address, so that they may copy to and from
+    it. `identity(tensor)` tells the tensor's memory from all that may later have its address;
     None if it isn't the owner's."""
 
     holds: Callable[[int], bool]

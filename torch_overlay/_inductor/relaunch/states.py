@@ -1,12 +1,10 @@
-"""Keeps what a region has for each key of its calls: `States`.
+"""Keeps what a region has for each key of its calls (`States`), and chooses what is in a key (`CallKeys`).
 
 When there are too many graphs, the least recently used one is dropped; when there are too many states, one without a
 graph, if there is one. A region whose keys don't come again is captured for a bounded number of times.
 
-Chooses the inputs of a region that are in the key of a call: those that are not tensors on the device.
-
-Seeds of attention are in no key, whether they are on the host or on the device: Note [Seeds of attention] of
-`attention_seeds`.
+The inputs that are not tensors on the device are in the key, but for seeds of attention, wherever they are: Note [Seeds
+of attention] of `attention_seeds`.
 
 Note [Numbers that are parameters]
 A number that no tensor's size or stride depends on is left out of the key: the graph computes with the number of each

@@ -14,12 +14,6 @@
     recording.close()
 
 `make_graph` runs these steps. The recording is that of `capture.recording`.
-
-Loads in advance what the first capture needs: the C module, the driver's bindings, and the kernels that replace
-memset and memcpy nodes.
-
-`prepare_early` is for the time while Inductor waits for its workers to compile kernels, when this process has nothing
-else to do. If nothing is compiled, or the preparation fails then, it is a part of the first call.
 """
 
 from __future__ import annotations
@@ -58,7 +52,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def prepare(device: int) -> None:
-    """Load all that a capture on the current device needs. Raises what the loader raises where there is no driver."""
+    """Load all that a capture on the current device needs: the C module, the driver's bindings, and the kernels that
+    replace memset and memcpy nodes. Raises what the loader raises where there is no driver."""
     executable.implementation()
     Driver()
     try:
@@ -68,8 +63,8 @@ def prepare(device: int) -> None:
 
 
 def prepare_early() -> None:
-    """Prepare for captures on the current device before there is one, if modules may be loaded there. What fails is
-    logged once."""
+    """Prepare for captures on the current device before there is one, if modules may be loaded there, while Inductor
+    waits for its workers to compile kernels. What fails is logged once, and tried again at the first call."""
     if _may_load_modules():
         _try(torch.cuda.current_device())
 
