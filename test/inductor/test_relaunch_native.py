@@ -33,6 +33,7 @@ from torch_overlay._inductor.relaunch.launch.executable import call_maker
 from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
+    CopySide,
     FillNode,
     KernelNode,
     PointerSlot,
@@ -548,7 +549,7 @@ class TestExec(DriverCase):
 
     def test_fill_and_copy_nodes(self):
         fill = FillNode(0, 0x51, 0, 9, 4, 100, 1, 0)
-        copy = CopyNode(1, 0x52, 0, 0, 64, 1, 1, 64, 1, 64, 1)
+        copy = CopyNode(1, 0x52, (CopySide(0, 64, 1), CopySide(0, 64, 1)), 64, 1, 1)
         exec = self.make(
             [fill, copy], [PointerSlot(0, 0, 0, 0, 8), PointerSlot(1, 0, 0, 1, 0), PointerSlot(1, 1, 0, 0, 16)], 2
         )

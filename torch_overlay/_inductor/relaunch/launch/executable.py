@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch_overlay._inductor.relaunch.graph.subgraph import Part
-    from torch_overlay._inductor.relaunch.proof.nodes import Node
+    from torch_overlay._inductor.relaunch.proof.nodes import CopySide, Node
 
 
 KERNEL, FILL, COPY = range(3)
@@ -126,16 +126,16 @@ def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[i
         fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
         return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
     if isinstance(node, CopyNode):
-        source = (*_side(node.src, node.src_on_host), node.src_pitch, node.src_height)
-        destination = (*_side(node.dst, node.dst_on_host), node.dst_pitch, node.dst_height)
-        extent = (node.width, node.height, node.depth)
-        return COPY, node.handle, context, label, struct.pack("<25Q", *source, *destination, *extent), ()
+        destination, source = map(_side, node.sides)
+        fields = (*source, *destination, node.width, node.height, node.depth)
+        return COPY, node.handle, context, label, struct.pack("<25Q", *fields), ()
     raise TypeError(f"{label} holds no parameter that can be patched")
 
 
-def _side(address: int, on_host: bool) -> tuple[int, ...]:
-    """Return one side of a CUDA_MEMCPY3D up to its pitch: position in the array, kind of memory, and address."""
-    return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
+def _side(side: CopySide) -> tuple[int, ...]:
+    """Return one side of a CUDA_MEMCPY3D: position in the array, kind of memory, an address of each kind, strides."""
+    kind, host, device = (ON_HOST, side.address, 0) if side.on_host else (ON_DEVICE, 0, side.address)
+    return 0, 0, 0, 0, kind, host, device, 0, 0, side.pitch, side.rows
 
 
 def _pointers(node: Node) -> list[tuple[int, int]]:
@@ -230,7 +230,6 @@ def torch_functions() -> tuple[int, ...]:
 
 
 MOST_REBUILDS = 16
-DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
 
 
 def moving(template: Template) -> dict[CopyNode, set[int]]:
@@ -249,9 +248,8 @@ def is_linear(node: CopyNode) -> bool:
 
 def extent(node: CopyNode, parameter: int) -> int:
     """Return the bytes that one side of the copy spans, from its first byte to its last."""
-    pitch, rows = (node.dst_pitch, node.dst_height) if parameter == DESTINATION else (node.src_pitch, node.src_height)
-    height, depth = max(node.height, 1), max(node.depth, 1)
-    return node.width + pitch * (height - 1 + rows * (depth - 1))
+    side, height, depth = node.sides[parameter], max(node.height, 1), max(node.depth, 1)
+    return node.width + side.pitch * (height - 1 + side.rows * (depth - 1))
 
 
 def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Driver | None = None) -> torch.Tensor | None:
@@ -273,7 +271,8 @@ def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Drive
 
 def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
     """Return the node with these addresses, by parameter, in place of its own."""
-    return dataclasses.replace(node, dst=addresses.get(DESTINATION, node.dst), src=addresses.get(SOURCE, node.src))
+    to, source = (side._replace(address=addresses.get(p, side.address)) for p, side in enumerate(node.sides))
+    return dataclasses.replace(node, sides=(to, source))
 
 
 class Rebuild:
