@@ -93,8 +93,7 @@ def observe(region: CompiledRegion, inputs: list[Any]) -> Run:
 def repeat(region: CompiledRegion, inputs: list[Any], known: AllocationPlan) -> Run:
     """Run a region of which an observed run has shown `known`."""
     with_run = _before(region, inputs)
-    result = region.run("warm-up", inputs)
-    return Run(result, with_run(known))
+    return Run(region.run("warm-up", inputs), with_run(known))
 
 
 def _before(region: CompiledRegion, inputs: Sequence[Any]) -> Callable[[AllocationPlan], AllocationPlan]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
-    from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.launch.executable import Executable
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
@@ -95,8 +94,7 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
         if template.numbers and executable.moving(template):
             raise NumberEscaped(frozenset(request.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, request.namespace)
-        proven = _proven(first, lives, template, edges, request.inputs, request.plan.dying, code)
-        return device.instantiate(first, arrange(proven))
+        return device.instantiate(first, arrange(_proven(request, first, lives, template, edges)))
 
 
 @contextlib.contextmanager
@@ -128,16 +126,14 @@ def _prove(request: CaptureRequest, captures: tuple[Captured, Captured], graph: 
 
 
 def _proven(
+    request: CaptureRequest,
     captured: Captured,
     lives: Sequence[Life],
     template: Template,
     edges: tuple[tuple[int, int], ...],
-    inputs: Sequence[Any],
-    dying: frozenset[int],
-    code: CodeFacts,
 ) -> Proven:
-    layout = captured.layout
-    storages = [inputs[k].untyped_storage() for k in layout.inputs]
+    layout, dying = captured.layout, request.plan.dying
+    storages = [request.inputs[k].untyped_storage() for k in layout.inputs]
     addresses = [storage.data_ptr() for storage in storages]
     holders = {address: k for k, address in reversed(list(enumerate(addresses)))}
     returned = {r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))}
@@ -150,5 +146,5 @@ def _proven(
         holders=tuple([holders[address] for address in addresses]),
         held=tuple(storage.nbytes() for storage in storages),
         static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
-        stages=code.is_backward and not captured.recording.fixed,
+        stages=request.code.is_backward and not captured.recording.fixed,
     )
