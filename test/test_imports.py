@@ -14,7 +14,7 @@ PACKAGE = "torch_overlay"
 # From the bottom to the top: a module may import what stands in its own layer or below. A name stands for a module, or
 # for all of a folder that no longer name stands for.
 LAYERS = (
-    ("errors", "version", "csrc", "notes", "orders", "table"),
+    ("errors", "version", "csrc", "notes", "orders", "table", "thread_value"),
     ("config", "_options", "_stream_handling", "_logging", "seams", "hooks", "_functorch.offload.settings"),
     ("plugin", "doors"),
     # The words of FX graphs, and the facts about a node and about a frame.

@@ -9,6 +9,7 @@ import form  # noqa: F401
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
+    CopySide,
     EmptyNode,
     FillNode,
     FIXED,
@@ -47,7 +48,7 @@ def fill(index: int, dst: int, width: int = 256) -> FillNode:
 
 
 def copy(index: int, dst: int, src: int, width: int = 1024) -> CopyNode:
-    return CopyNode(index, 100 + index, dst, src, width, 1, 1, width, 1, width, 1)
+    return CopyNode(index, 100 + index, (CopySide(dst, width, 1), CopySide(src, width, 1)), width, 1, 1)
 
 
 def check(nodes: Any, edges: Any, regions: Any = (X, Y, SCRATCH, OUT), **kwargs: Any) -> Report:
@@ -111,10 +112,10 @@ WAW: scratch is written twice in no order
 
     def test_copies_of_rows(self) -> None:
         """Left and right half of the same rows."""
-        left = CopyNode(0, 0, at(OUT), at(X), 64, 4, 1, 128, 4, 128, 4)
-        right = CopyNode(1, 1, at(OUT, 64), at(X, 64), 64, 4, 1, 128, 4, 128, 4)
+        left = CopyNode(0, 0, (CopySide(at(OUT), 128, 4), CopySide(at(X), 128, 4)), 64, 4, 1)
+        right = CopyNode(1, 1, (CopySide(at(OUT, 64), 128, 4), CopySide(at(X, 64), 128, 4)), 64, 4, 1)
         self.clean([left, right], [])
-        wide = CopyNode(1, 1, at(OUT, 32), at(X, 32), 64, 4, 1, 128, 4, 128, 4)
+        wide = CopyNode(1, 1, (CopySide(at(OUT, 32), 128, 4), CopySide(at(X, 32), 128, 4)), 64, 4, 1)
         self.assertEqual([r.kind for r in check([left, wide], []).races], ["WAW"])
 
     def test_inputs_are_read_side_by_side(self) -> None:

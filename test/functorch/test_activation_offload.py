@@ -51,7 +51,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.offload.schedule import Schedule
 from torch_overlay._inductor.relaunch import attachments, causes, runner
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, CopySide
 from torch_overlay._inductor.streams.plan import Buffer, Op
 from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec
@@ -1191,7 +1191,7 @@ class TestGraphs(TestCase):
     def test_copy_node_with_the_host_at_one_end_keeps_that_end(self) -> None:
         import struct
 
-        node = CopyNode(0, 7, 0x7000_0000_0000, 0x7100_0000_0000, 64, 1, 1, 64, 1, 64, 1, dst_on_host=True)
+        node = CopyNode(0, 7, (CopySide(0x7000_0000_0000, 64, 1, True), CopySide(0x7100_0000_0000, 64, 1)), 64, 1, 1)
         _, _, _, _, block, _ = executable._block(node, 0)
         words = struct.unpack("<25Q", block)
         self.assertEqual(words[:11], (0, 0, 0, 0, executable.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))

@@ -18,7 +18,7 @@ from torch_overlay import config, frame_facts, version
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._functorch.streams.tokens import state
-from torch_overlay._inductor.relaunch.rewrites.graph import compiling, Resident, Rewrite, Rewrites
+from torch_overlay._inductor.relaunch.rewrites.graph import current, Resident, Rewrite, Rewrites
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 
 
@@ -78,9 +78,9 @@ class TestCacheKey(TestCase):
         bare = inductor_key(graph())
         keys = {bare}
         for rows in ((Resident(0, 0, ()),), (Resident(0, 1, ()),), (Resident(0, 0, (1,)),)):
-            with compiling(Rewrites((Rewrite("resident", "f.py:1"),), rows)):
+            with current.within(Rewrites((Rewrite("resident", "f.py:1"),), rows)):
                 keys.add(inductor_key(graph()))
-            with compiling(Rewrites((Rewrite("resident", "f.py:2"),), rows)):
+            with current.within(Rewrites((Rewrite("resident", "f.py:2"),), rows)):
                 self.assertIn(inductor_key(graph()), keys)
         self.assertEqual(len(keys), 4)
         self.assertEqual(inductor_key(graph()), bare)

@@ -133,7 +133,7 @@ class Graph:
         return 7
 
 
-def launcher(*handles: int) -> Any:
+def executable(*handles: int) -> Any:
     nodes = [SimpleNamespace(handle=handle) for handle in handles]
     return SimpleNamespace(graph=Graph(), template=SimpleNamespace(nodes=nodes))
 
@@ -151,7 +151,7 @@ class TestAnnotations(TestCase):
             self.enterContext(mock.patch.object(runtime, name, function))
 
     def test_keys_are_the_executables_while_it_lives(self) -> None:
-        made = launcher(31, 32, 33)
+        made = executable(31, 32, 33)
         annotate({1: "a.py:1", 3: "a.py:3"}, [1, 2, 3], made)
         expected = {107 << 32 | 1031: [{"name": "a.py:1"}], 107 << 32 | 1033: [{"name": "a.py:3"}]}
         self.assertEqual(dict(get_kernel_annotations()), expected)
@@ -164,7 +164,7 @@ class TestAnnotations(TestCase):
         lines = SimpleNamespace(places=lambda: {1: "a.py:1", 2: "a.py:2"})
         captured = SimpleNamespace(recording=SimpleNamespace(lines=lines))
         templates = [SimpleNamespace(nodes=[SimpleNamespace(handle=k)]) for k in (2, 1)]
-        made = [launcher(52), launcher(51)]
+        made = [executable(52), executable(51)]
         with mock.patch.object(Graph, "raw_cuda_graph_exec", lambda graph: 8 if graph is made[0].graph else 9):
             Cuda._annotate(SimpleNamespace(), captured, templates, made)  # type: ignore[arg-type]
         expected = {108 << 32 | 1052: [{"name": "a.py:2"}], 109 << 32 | 1051: [{"name": "a.py:1"}]}
@@ -173,7 +173,7 @@ class TestAnnotations(TestCase):
     def test_driver_that_refuses_takes_no_graph_away(self) -> None:
         self.status = self.refused
         with self.assertLogs(kernel_names.log, "INFO") as logs:
-            annotate({1: "a.py:1"}, [1], launcher(31))
+            annotate({1: "a.py:1"}, [1], executable(31))
         self.assertIn("a graph is not annotated", logs.output[0])
         self.assertEqual(dict(get_kernel_annotations()), {})
 

@@ -23,13 +23,14 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 import form
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import ADD, GpuTestCase, host, region, RelaunchTestCase
-from stand_ins.relaunch_device import Generator, is_tensor, Launcher, tensor_at
+from stand_ins.relaunch_device import Executable, Generator, is_tensor, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, runner, runners, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.keys import bit_key
+from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -128,7 +129,7 @@ class TestLifeOfARegion(RelaunchTestCase):
     def check_finalizer(self, **options):
         """The collector runs in a launch, and a finalizer calls compiled code: this region, and another one."""
         run, other = self.runner(ADD, **options), self.runner(ADD, **options)
-        inside, replay, counted = [], Launcher.replay, self.counted
+        inside, replay, counted = [], Executable.replay, self.counted
 
         class Garbage:
             def __del__(self):
@@ -138,13 +139,13 @@ class TestLifeOfARegion(RelaunchTestCase):
                     inside.append(torch.equal(each([x, w])[0], x * w + x))
                 inside.append(counted("relaunches") == relaunched)
 
-        def collecting(launcher):
+        def collecting(executable):
             if not inside and self.counted("relaunches") > 3:
                 garbage = Garbage()
                 garbage.itself = garbage
                 del garbage
                 gc.collect()
-            replay(launcher)
+            replay(executable)
 
         def work():
             for _ in range(4):
@@ -152,7 +153,7 @@ class TestLifeOfARegion(RelaunchTestCase):
                     x, w = torch.randn(4, 4), torch.randn(4, 4)
                     self.assertEqual(each([x, w])[0], x * w + x)
 
-        with mock.patch.object(Launcher, "replay", collecting):
+        with mock.patch.object(Executable, "replay", collecting):
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             thread.join(60)
@@ -231,23 +232,23 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
     def test_finalizer_in_a_launch_by_torch(self):
-        with mock.patch.object(Launcher, "direct", False):
+        with mock.patch.object(Executable, "direct", False):
             self.check_finalizer()
 
     def test_launch_inside_of_a_launch_says_so(self):
         run, errors = self.runner(ADD), []
         self.add(run, 2)
         (state,) = run.states.values()
-        replay = Launcher.replay
+        replay = Executable.replay
 
-        def nested(launcher):
+        def nested(executable):
             try:
                 state.relaunch.launch([torch.randn(4, 4), torch.randn(4, 4)])
             except RuntimeError as error:
                 errors.append(str(error))
-            replay(launcher)
+            replay(executable)
 
-        with mock.patch.object(Launcher, "replay", nested):
+        with mock.patch.object(Executable, "replay", nested):
             self.add(run)
         self.assertEqual(errors, ["launch() inside of a launch"])
 
@@ -352,7 +353,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         for _ in range(3):
             run([x, w])
         try_launch = run.states.try_launch
-        self.device.launchers.clear()
+        self.device.executables.clear()
         run.forget()
         gc.collect()
         self.assertIsNone(run.states.try_launch)
@@ -966,7 +967,7 @@ class TestReplayOfTorch(RelaunchTestCase):
     """A graph that draws random numbers is launched by torch, which knows the generators."""
 
     def test_launch(self):
-        with mock.patch.object(Launcher, "direct", False):
+        with mock.patch.object(Executable, "direct", False):
             run = self.runner(ADD, static=[1])
             w = torch.randn(4, 4)
             for _ in range(5):
@@ -977,8 +978,8 @@ class TestReplayOfTorch(RelaunchTestCase):
 
     def test_error_of_a_replay(self):
         with (
-            mock.patch.object(Launcher, "direct", False),
-            mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("no replay"))),
+            mock.patch.object(Executable, "direct", False),
+            mock.patch.object(Executable, "replay", mock.Mock(side_effect=RuntimeError("no replay"))),
         ):
             run = self.runner(ADD, static=[1])
             run([torch.randn(4, 4), torch.randn(4, 4)])
@@ -1264,16 +1265,17 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def run_with(self, error, calls=4):
         """Calls of a region whose first launch raises the error; what they raised."""
-        self.enterContext(mock.patch.multiple(Launcher, rebuild=mock.Mock(), direct=False))
+        self.enterContext(mock.patch.object(relaunch, "rebuild_of", mock.Mock()))
+        self.enterContext(mock.patch.object(Executable, "direct", False))
         run, raised, errors = self.runner(ADD), [], [error]
-        replay = Launcher.replay
+        replay = Executable.replay
 
-        def failing(launcher):
+        def failing(executable):
             if errors:
                 raise errors.pop()
-            replay(launcher)
+            replay(executable)
 
-        with mock.patch.object(Launcher, "replay", failing):
+        with mock.patch.object(Executable, "replay", failing):
             for _ in range(calls):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 inputs = [x, w]
@@ -1299,17 +1301,17 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
         """The launch after the one that found no memory is the first."""
         copies_refused, seen = RuntimeError("no such copy"), []
 
-        def replay(launcher):
-            seen.append(launcher)
+        def replay(executable):
+            seen.append(executable)
             raise copies_refused
 
-        with mock.patch.object(Launcher, "replay", replay):
+        with mock.patch.object(Executable, "replay", replay):
             self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
         self.assertEqual(([r.code for r in causes.refused()], len(seen)), (["host-memory"], 1))
 
     def test_other_regions_raise(self):
         replay = mock.Mock(side_effect=RuntimeError("broken"))
-        with mock.patch.multiple(Launcher, replay=replay, direct=False):
+        with mock.patch.multiple(Executable, replay=replay, direct=False):
             run = self.runner(ADD)
             run([torch.randn(4, 4), torch.randn(4, 4)])
             for _ in range(2):

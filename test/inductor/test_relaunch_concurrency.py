@@ -22,7 +22,15 @@ from torch_overlay._inductor.relaunch.graph.concurrency import (
     uses_of,
 )
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, KernelNode, PointerSlot, Segment, Template
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CopyNode,
+    CopySide,
+    FIXED,
+    KernelNode,
+    PointerSlot,
+    Segment,
+    Template,
+)
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -273,7 +281,7 @@ class TestUses(unittest.TestCase):
         self.assertEqual(found, use((), {OUTSIDE}))
 
     def test_other_nodes_are_unknown(self):
-        copy = CopyNode(0, 100, AT[3], AT[2], 8, 1, 1, 8, 1, 8, 1)
+        copy = CopyNode(0, 100, (CopySide(AT[3], 8, 1), CopySide(AT[2], 8, 1)), 8, 1, 1)
         self.assertEqual(self.uses(template(copy), products=[Product(0, 1, (), ())]), [None])
 
     def test_a_chain_is_relaxed(self):

@@ -6,7 +6,6 @@ import functools
 import struct
 import threading
 import weakref
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,7 @@ from torch_overlay._inductor.relaunch import causes, region_graphs
 from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, CopySide, FillNode, PointerSlot, Template
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.states import State
 
@@ -44,9 +43,8 @@ def linear(index: int, handle: int, **fields: Any) -> CopyNode:
     """A copy of WIDTH bytes; `out` to the slab, otherwise from it."""
     out = fields.pop("out", False)
     dst, src = (SLAB, ALIASED) if out else (ALIASED, SLAB)
-    width = fields.pop("width", WIDTH)
-    values = {"height": 1, "depth": 1, "dst_pitch": 0, "dst_height": 0, "src_pitch": 0, "src_height": 0, **fields}
-    return CopyNode(index, handle, dst, src, width, dst_on_host=out, src_on_host=not out, **values)
+    sides = CopySide(dst, fields.pop("pitch", 0), fields.pop("rows", 0), out), CopySide(src, on_host=not out)
+    return CopyNode(index, handle, sides, **{"width": WIDTH, "height": 1, "depth": 1, **fields})
 
 
 class Api(FakeApi):
@@ -91,18 +89,18 @@ class TestSettle(TestCase):
         self.assertNotIn(0x51, api.params)
 
     def test_two_sides_on_the_device_do_not_overlap(self) -> None:
-        node = CopyNode(0, 0x50, ALIASED, ALIASED + WIDTH, WIDTH, 1, 1, 0, 0, 0, 0)
+        node = CopyNode(0, 0x50, (CopySide(ALIASED), CopySide(ALIASED + WIDTH)), WIDTH, 1, 1)
         api, memory = self.settle(Template(2, (node,), (PointerSlot(0, 0, 0, 0, 0), PointerSlot(0, 1, 0, 1, 0))), {})
         assert memory is not None
         _, dst, _, src = sides(api.params[0x50])
         self.assertEqual((dst, src), (memory.data_ptr(), memory.data_ptr() + WIDTH))
 
     def test_rows_have_room(self) -> None:
-        node = linear(0, 0x50, width=100, height=3, depth=2, dst_pitch=512, dst_height=4)
-        self.assertEqual(executable.extent(node, executable.DESTINATION), 100 + 512 * 2 + 512 * 4)
+        node = linear(0, 0x50, width=100, height=3, depth=2, pitch=512, rows=4)
+        self.assertEqual(executable.extent(node, 0), 100 + 512 * 2 + 512 * 4)
         _, memory = self.settle(Template(1, (node,), (PointerSlot(0, 0, 0, 0, 0),)), {})
         assert memory is not None
-        self.assertGreaterEqual(memory.nbytes // 2, executable.extent(node, executable.DESTINATION))
+        self.assertGreaterEqual(memory.nbytes // 2, executable.extent(node, 0))
 
     def test_graph_without_such_copies_is_left_alone(self) -> None:
         fixed = Template(1, (linear(0, 0x50),), (PointerSlot(0, 0, 0, -1, 0),))
@@ -214,7 +212,7 @@ class TestRebuild(TestCase):
                 self.assertEqual(self.driven(), [*in_graph, ("fill", made, 0x51), ("launch", made)])
 
     def test_rows_are_never_patched(self) -> None:
-        rows = linear(0, 0x50, width=100, height=3, dst_pitch=512)
+        rows = linear(0, 0x50, width=100, height=3, pitch=512)
         launch = self.make(Template(1, (rows,), (PointerSlot(0, 0, 0, 0, 0),)))
         launch(0x1000)
         self.assertEqual(self.driven(), [("in_graph", 0x50, 0x1000), ("launch", 101)])
@@ -224,7 +222,7 @@ class TestRebuild(TestCase):
         """A runner and its state, whose graph is given up when it has been made anew too often."""
         owner = self.enterContext(fake_device())
         made, state = Runner(lambda inputs: None, CodeFacts("a region", 0), owner), State()
-        state.relaunch = SimpleNamespace(stages=[SimpleNamespace(totals=(3, 0))])  # type: ignore[assignment]
+        state.relaunch = object()  # type: ignore[assignment]
         return made, state
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
@@ -244,7 +242,6 @@ class TestRebuild(TestCase):
         self.assertEqual(refused.code, "host-memory")
         self.assertIn(f"moved {executable.MOST_REBUILDS} times", refused.message)
         self.assertIn("cuGraphExecMemcpyNodeSetParams: invalid argument (1), at node 0 (memcpy)", refused.message)
-        self.assertEqual(owner.launched(), 3)
 
     def test_graph_is_not_dropped_while_a_thread_that_may_wait_for_its_launch_has_the_lock(self) -> None:
         """A finalizer launches while the lock of the states is held, and waits for this launch."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from types import SimpleNamespace
 
 import torch
 from torch._dynamo.test_case import TestCase
@@ -14,7 +13,6 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay._inductor.relaunch.causes import Cause
 from torch_overlay._inductor.relaunch.notes import Partitions, SplitOff
-from torch_overlay._inductor.relaunch.states import States
 from torch_overlay.testing import simulated_gpu
 
 
@@ -105,13 +103,13 @@ class TestCounts(RelaunchTestCase):
         self.assertEqual(run.launched() + sum(run.outside.values()), 12)
 
     def test_graphs_that_were_replaced_are_counted(self):
-        states = States(4)
-        for launches in (3, 2):
-            stage = SimpleNamespace(totals=[launches])
-            states.set_graph(states.of(()), SimpleNamespace(stages=[stage]))
-        self.assertEqual(states.launched(), 5)
-        states.forget()
-        self.assertEqual(states.launched(), 5)
+        run = self.runner(ADD)
+        for offset in (0, 0, 0, 4, 4, 0):  # in elements: at the fourth call, an input is aligned to 16 bytes alone
+            x = torch.ones(4 * 32 + offset)[offset:].view(4, 32)
+            self.assertEqual(run([x])[0], x + x)
+        self.assertEqual((self.counted("captures"), run.launched()), (2, 5))
+        run.forget()
+        self.assertEqual(run.launched(), 5)
 
     def test_refusal_has_its_text_and_remedy(self):
         run = self.compiled()

@@ -20,7 +20,14 @@ from torch_overlay._inductor.relaunch import graph, keys
 from torch_overlay._inductor.relaunch.graph import driver as cu, read, tidy
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment, Unprovable
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CapturedGraph,
+    CopySide,
+    FillNode,
+    KernelNode,
+    Segment,
+    Unprovable,
+)
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay.csrc import DriverError
 
@@ -92,8 +99,8 @@ class TestRead(GraphTest):
     def test_memcpy_and_its_offsets(self):
         self.api.memcpy(0x1000, 0x2000, 16, height=2, depth=3, srcXInBytes=4, srcY=1, srcZ=2, srcPitch=64, srcHeight=8)
         (node,) = self.read().nodes
-        self.assertEqual((node.dst, node.src), (0x1000, 0x2000 + 4 + 64 * (1 + 8 * 2)))
-        self.assertEqual((node.width, node.height, node.depth, node.src_pitch, node.src_height), (16, 2, 3, 64, 8))
+        self.assertEqual(node.sides, (CopySide(0x1000), CopySide(0x2000 + 4 + 64 * (1 + 8 * 2), 64, 8)))
+        self.assertEqual((node.width, node.height, node.depth), (16, 2, 3))
 
     def test_memcpy_of_host_memory(self):
         for kinds, text in (((2, 1), "it copies from host memory"), ((1, 2), "it copies to host memory")):
@@ -109,7 +116,7 @@ class TestRead(GraphTest):
     def test_memcpy_of_unified_addresses(self):
         self.api.memcpy(0x1000, 0x2000, 16, kinds=(4, 4))
         self.api.device_memory |= {0x1000, 0x2000}
-        self.assertEqual(self.read().nodes[0].src, 0x2000)
+        self.assertEqual(self.read().nodes[0].sides[1].address, 0x2000)
         self.api.device_memory.discard(0x2000)
         self.refused("host-memory", "it copies from host memory")
         self.api.host_memory.add(0x2000)

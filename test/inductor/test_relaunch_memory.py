@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import form  # noqa: F401
 from stand_ins.relaunch_case import region, RelaunchTestCase
-from stand_ins.relaunch_device import Launcher
+from stand_ins.relaunch_device import Executable
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import collect_bw_donated_buffer_idxs
 from torch_overlay._inductor.relaunch import causes, policy, runner
@@ -29,6 +29,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.causes import CodeFacts
+from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -404,18 +405,19 @@ class TestStages(RelaunchTestCase):
 
     def test_backward_does_not_run_again_once_a_stage_has(self):
         """The stage may have written over what was saved."""
-        self.enterContext(mock.patch.multiple(Launcher, rebuild=mock.Mock(), direct=False))
+        self.enterContext(mock.patch.object(relaunch, "rebuild_of", mock.Mock()))
+        self.enterContext(mock.patch.object(Executable, "direct", False))
         run, launched = self.backward(DEFERRED, mutated=range(8)), []
-        replay = Launcher.replay
+        replay = Executable.replay
 
-        def failing(launcher):
-            launched.append(launcher)
+        def failing(executable):
+            launched.append(executable)
             if len(launched) == 2:
                 raise RuntimeError("no such copy")
-            replay(launcher)
+            replay(executable)
 
         run(backward_inputs()[:9])
-        with mock.patch.object(Launcher, "replay", failing), self.assertRaisesRegex(RuntimeError, "no such copy"):
+        with mock.patch.object(Executable, "replay", failing), self.assertRaisesRegex(RuntimeError, "no such copy"):
             run(backward_inputs()[:9])
         self.assertEqual(len(launched), 2)
 
@@ -441,15 +443,15 @@ class TestStages(RelaunchTestCase):
         captured = SimpleNamespace(recording=mock.Mock(fixed=(), lines=None))
         refused = DriverError("cuGraphAddNode", 1, "no")
         with (
-            mock.patch.object(Cuda, "_parts", side_effect=refused),
-            mock.patch.object(device, "Launcher") as made,
+            mock.patch.object(Cuda, "_part", side_effect=refused),
+            mock.patch.object(device, "Executable") as made,
             mock.patch.object(device, "upload"),
             self.assertLogs(device.log, "WARNING") as logs,
         ):
-            arrangement, launchers = Cuda(0).instantiate(captured, cut)
+            arrangement, executables = Cuda(0).instantiate(captured, cut)
         self.assertIs(arrangement, cut.whole)
         self.assertIn("could not be cut", logs.output[0])
-        self.assertEqual(launchers, [made.return_value])
+        self.assertEqual(executables, [made.return_value])
         self.assertIs(made.call_args.args[1], cut.whole.template)
 
     def test_saved_inputs_are_freed_before_later_stages(self):
@@ -676,8 +678,8 @@ class TestStages(RelaunchTestCase):
         for _ in range(3):
             run(backward_inputs())
         self.assertEqual([stage.totals[0] for stage in run.states[()].relaunch.stages], [2] * len(self.stages()))
-        refs = [weakref.ref(launcher) for launcher in self.device.launchers]
-        self.device.launchers.clear()
+        refs = [weakref.ref(executable) for executable in self.device.executables]
+        self.device.executables.clear()
         run.forget()
         self.assertEqual([r() for r in refs], [None] * len(refs))
 

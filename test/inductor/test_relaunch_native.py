@@ -13,6 +13,7 @@ import sys
 import threading
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import hypothesis
@@ -29,8 +30,10 @@ from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import call_maker
+from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
+    CopySide,
     FillNode,
     KernelNode,
     PointerSlot,
@@ -495,17 +498,19 @@ class TestExec(DriverCase):
         )
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
 
-    def test_launcher_that_has_forgotten_its_nodes_launches_on(self):
+    def test_relaunch_that_has_forgotten_its_nodes_launches_on(self):
         nodes = (kernel(0, word(1)), kernel(1, word(3)))
-        template = Template(2, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
+        template = Template(1, nodes, tuple([PointerSlot(node.index, 0, 0, 0, 0) for node in nodes]))
         part = mock.Mock(spec=Part)
         part.raw_cuda_graph_exec.return_value = relaunch_driver.EXECUTABLE
-        with mock.patch.object(executable, "implementation", lambda: self.module):
-            launcher = executable.Launcher(part, template, True)
-        call = relaunch_driver.call_of(launcher.make_call, inputs=((0, 0),))
-        launcher.forget()
-        self.assertEqual((launcher.template, launcher.nodes), (Template(2, (), ()), 2))
-        call.launch([relaunch_driver.At(0x7000)])
+        device = SimpleNamespace(empty=None, index=0, current=int, stream_of=lambda index: 0, functions=(0, 0, 0))
+        device.raw_alloc = device.raw_delete = None
+        made = executable.Executable(part, template, part.replay, True)
+        with mock.patch.object(relaunch, "implementation", lambda: self.module):
+            launched = relaunch.Relaunch(device, OutputLayout((0,), (), (), ()), made, [1])
+        launched.forget()
+        self.assertEqual((launched.template, launched.nodes), (Template(1, (), ()), 2))
+        launched.launch([relaunch_driver.At(0x7000)])
         self.assertEqual(self.set(), dict.fromkeys((0x1000, 0x1001), [word(0x7000).hex()]))
 
     def test_bad_base_changes_nothing(self):
@@ -544,7 +549,7 @@ class TestExec(DriverCase):
 
     def test_fill_and_copy_nodes(self):
         fill = FillNode(0, 0x51, 0, 9, 4, 100, 1, 0)
-        copy = CopyNode(1, 0x52, 0, 0, 64, 1, 1, 64, 1, 64, 1)
+        copy = CopyNode(1, 0x52, (CopySide(0, 64, 1), CopySide(0, 64, 1)), 64, 1, 1)
         exec = self.make(
             [fill, copy], [PointerSlot(0, 0, 0, 0, 8), PointerSlot(1, 0, 0, 1, 0), PointerSlot(1, 1, 0, 0, 16)], 2
         )

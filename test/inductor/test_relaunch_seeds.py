@@ -136,7 +136,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         run = self.region()
         for n, other in ((5, 7), (5, 8), (6, 7), (5, 7), (5, 8), (6, 7), (5, 7)):
             self.call(run, torch.tensor, n, other)
-        self.assertEqual(list(run.states), [(5, (torch.int64, 8)), (6, (torch.int64, 7)), (5, (torch.int64, 7))])
+        self.assertEqual(list(run.states), [(5, (torch.int64, 7)), (5, (torch.int64, 8)), (6, (torch.int64, 7))])
         self.assertEqual(self.counted("captures"), 3)
 
     def test_region_without_other_numbers_has_one_state(self):

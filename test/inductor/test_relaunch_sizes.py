@@ -72,7 +72,7 @@ class TestSizes(RelaunchTestCase):
         captured = captured or len(sizes)
         self.assertEqual({key[0] for key, state in run.states.items() if state.relaunch is not None}, set(sizes))
         self.assertEqual((self.counted("captures"), len(self.device.random)), (captured, 2 * captured))
-        self.assertEqual(len(self.device.launchers), captured * stages)
+        self.assertEqual(len(self.device.executables), captured * stages)
 
     def test_each_size_has_an_executable_of_its_own(self):
         run = self.sized()

@@ -15,6 +15,7 @@ from stand_ins.captured_words import GRANULE, KIB, LOW, memory, slots, SPAN, u32
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
+    CopySide,
     EmptyNode,
     FillNode,
     FIXED,
@@ -169,7 +170,7 @@ class TestPointers(ProofTest):
     def test_memset_and_memcpy_nodes(self):
         def build(at):
             yield FillNode(0, 1, at(0, 16), value=0, element_size=4, width=4, height=1, pitch=0)
-            yield CopyNode(1, 2, at(1), at(2, 32), 64, 1, 1, 0, 0, 0, 0)
+            yield CopyNode(1, 2, (CopySide(at(1)), CopySide(at(2, 32))), 64, 1, 1)
             yield EmptyNode(2, 3)
 
         found = Captures(build, edges=[(0, 2), (1, 2)]).prove()
@@ -552,7 +553,9 @@ class TestStructure(ProofTest):
                 self.changed("launch", f"{field} is ", lambda at: [kernel(0)], nodes=lambda g, n=node: (n,))
 
     def test_sizes_of_a_memcpy(self):
-        captures = Captures(lambda at: [CopyNode(0, 1, at(0), at(1), {"a": 4, "b": 8}[at.capture], 1, 1, 0, 0, 0, 0)])
+        captures = Captures(
+            lambda at: [CopyNode(0, 1, (CopySide(at(0)), CopySide(at(1))), {"a": 4, "b": 8}[at.capture], 1, 1)]
+        )
         self.refused(captures, "launch", "width is 4 in one capture and 8")
 
     def test_layout(self):

@@ -31,8 +31,7 @@ from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocatio
 from torch_overlay._inductor.relaunch.governor import Governor
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
-from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import call_maker, emptied
+from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -331,17 +330,16 @@ class Recording:
             self.owner.open -= 1
 
 
-class Launcher:
+class Executable:
     """Runs the operations that the nodes of a template say, at the addresses that they hold. The driver of
     `relaunch_driver` delivers them here, and launches it. A place for a node has the number of its words, its
     operation, its grid, and the words."""
 
     direct = True
-    rebuild = None
     MOST = 64
 
     def __init__(self, device: FakeDevice, template: Any) -> None:
-        self.device, self.template = device, template
+        self.device = device
         kernels = [node for node in template.nodes if isinstance(node, KernelNode)]
         self.nodes, self.slots = len(kernels), len(template.slots)
         self.places = [
@@ -356,12 +354,13 @@ class Launcher:
         me = weakref.ref(self)
         self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(kernels, self.places)]
-        handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        given = dataclasses.replace(template, nodes=tuple(nodes))
-        self.make_call = call_maker(device.module, handle, given)
+        self.template = dataclasses.replace(template, nodes=tuple(nodes))
 
-    def forget(self) -> None:
-        self.template = emptied(self.template)
+    def raw_cuda_graph_exec(self) -> Any:
+        return ctypes.cast(self.run, ctypes.c_void_p).value
+
+    def bound(self) -> executable.Executable:
+        return executable.Executable(self, self.template, self.replay, self.direct)  # type: ignore[arg-type]
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -397,7 +396,6 @@ class FakeDevice:
     def __init__(self) -> None:
         relaunch_driver.driver().library.stub_reset()
         relaunch_driver.driver().library.stub_deliver()
-        self.module = relaunch_driver.module()
         self.thread = threading.local()  # .recording
         self.open = 0  # recordings
         self.fail_captures = 0
@@ -410,7 +408,7 @@ class FakeDevice:
         self.asked = 0  # for it
         self.full = False
         self.generator = Generator()
-        self.launchers: list[Launcher] = []
+        self.executables: list[Executable] = []
         self.numbers: dict[str, int] = {}
         self.numbered: list[Any] = [None]
         self.arrangements: list[Any] = []
@@ -539,7 +537,7 @@ class FakeDevice:
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
 
-    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[Launcher]]:
+    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[executable.Executable]]:
         operations = captured.recording.operations
         if arrangement.stages and not self.cuts:
             arrangement = arrangement.whole
@@ -548,12 +546,12 @@ class FakeDevice:
         made = []
         for template in [stage.template for stage in arrangement.stages] or [arrangement.template]:
             order = sorted(template.nodes, key=lambda node: at[node.index])
-            made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order))))
-        self.launchers += made
-        return arrangement, made
+            made.append(self.executable(dataclasses.replace(template, nodes=tuple(order))))
+        self.executables += made
+        return arrangement, [each.bound() for each in made]
 
-    def launcher(self, template: Any) -> Launcher:
-        return Launcher(self, template)
+    def executable(self, template: Any) -> Executable:
+        return Executable(self, template)
 
 
 def without_steps(model: Any, device: FakeDevice) -> Steps:
@@ -567,6 +565,7 @@ def without_steps(model: Any, device: FakeDevice) -> Steps:
 def fake_device() -> Iterator[FakeDevice]:
     """A device on which runners relaunch, by the C module. Times are no measure here: each size is captured at once."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(relaunch, "implementation", relaunch_driver.module))
         stack.enter_context(mock.patch.object(executable, "launching", relaunch_driver.module().launching))
         stack.enter_context(mock.patch.object(Governor, "affords_capture", lambda *given: True))
         stack.enter_context(mock.patch.object(governor, "FEW", 1 << 30))  # each size is observed at its first call

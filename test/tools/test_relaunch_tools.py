@@ -199,7 +199,7 @@ class TestBench(unittest.TestCase):
 
         calls: list[str] = []
         relaunched = mock.Mock()
-        relaunched.launcher.replay = lambda: calls.append("bare")
+        relaunched.replay = lambda: calls.append("bare")
 
         class Runner:
             states = {(): mock.Mock(relaunch=relaunched)}

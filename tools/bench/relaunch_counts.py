@@ -82,7 +82,7 @@ def figures(name: str) -> records.Figures:
     found = counters["torch_overlay"]
     counted = {key: found[f"cudagraph_{key}"] for key in ("captures", "nodes", "refusals", "relaunches")}
     layouts = [layout for a in device.arrangements for layout in ([s.layout for s in a.stages] or [a.layout])]
-    counted["pointer slots"] = sum(launcher.slots for launcher in device.launchers)
+    counted["pointer slots"] = sum(executable.slots for executable in device.executables)
     counted["outputs"] = sum(s.size for layout in layouts for s in layout.storages)
     counted["scratch"] = sum(layout.scratch_size for layout in layouts)
     counted["allocations"] = sum(len(layout.storages) + bool(layout.scratch_size) for layout in layouts)

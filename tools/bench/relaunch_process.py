@@ -236,7 +236,7 @@ def layer_and_bare(step: Callable[[], Any], layer: list[float], rounds: int = 9)
 
     def launch(runner: Any, inputs: list[Any]) -> Any:
         (state,) = runner.states.values()
-        replay, result = state.relaunch.launcher.replay, outputs[runner]
+        replay, result = state.relaunch.replay, outputs[runner]
         start = time.perf_counter()
         replay()
         layer[0] += time.perf_counter() - start

@@ -68,7 +68,7 @@ def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple
     from torch_overlay._inductor.relaunch.rewrites.graph import current
     from torch_overlay.version import __version__, source_digest
 
-    own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room(), *current().key())
+    own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room(), *current.value.key())
     if gm is None:
         return own
     return (*own, placement(gm), stream_objects(frame_facts.current()) if is_dynamo_graph else ())

@@ -35,6 +35,8 @@ typedef struct {
     int direct;
     PyObject *misaligned;
     unsigned long long launches, patched; /* patched: nodes set for them */
+    PyObject *counts;                     /* keeps `*count`; NULL if there is none */
+    unsigned long long *count;            /* launches of this and of others */
 } Call;
 
 /* -- the counter */
@@ -123,7 +125,10 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         self->patched += (unsigned long long)set;
         code = launch_executable(self, stream);
     }
-    if (!code) self->launches++;
+    if (!code) {
+        self->launches++;
+        if (self->count) ++*self->count;
+    }
     launching = 0;
     PyThread_release_lock(blocks->lock);
     return code;
@@ -182,9 +187,9 @@ static PyTypeObject *call_type;
 
 /* The objects that a call owns. */
 static const size_t objects[] = {
-    AT(layout.empty),    AT(layout.storages), AT(layout.raw_alloc),    AT(layout.raw_delete), AT(outputs.typed),
-    AT(outputs.recipes), AT(outputs.empty),   AT(outputs.reinterpret), AT(counter.counters),  AT(counter.group),
-    AT(counter.name),    AT(replay),          AT(misaligned)};
+    AT(blocks.rebuild), AT(layout.empty),    AT(layout.storages), AT(layout.raw_alloc),    AT(layout.raw_delete),
+    AT(outputs.typed),  AT(outputs.recipes), AT(outputs.empty),   AT(outputs.reinterpret), AT(counter.counters),
+    AT(counter.group),  AT(counter.name),    AT(replay),          AT(misaligned),          AT(counts)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -239,38 +244,40 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
                             "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
                             "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
                             "counters", "group",       "counter", NULL};
-    PyObject *inputs, *numbers, *order, *device;
-    unsigned long long alloc, release;
+    PyObject *nodes, *slots, *words, *inputs, *numbers, *order, *device;
+    unsigned long long exec, alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
+    Blocks *blocks;
     Layout *layout;
     Outputs *outputs;
     Counter *counter;
-    Parts parts;
-    Py_ssize_t scratch;
+    Py_ssize_t regions, scratch;
     if (!self) return NULL;
+    blocks = &self->blocks;
     layout = &self->layout;
     outputs = &self->outputs;
     counter = &self->counter;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &parts.exec, &PyTuple_Type, &parts.nodes,
-            &PyTuple_Type, &parts.slots, &parts.regions, &PyTuple_Type, &parts.words, &parts.rebuild, &parts.by_graph,
-            &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages, &PyTuple_Type, &outputs->typed, &scratch,
-            &numbers, &order, &PyTuple_Type, &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
-            &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device, &self->misaligned,
-            &counter->counters, &counter->group, &counter->name)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type,
+                                     &nodes, &PyTuple_Type, &slots, &regions, &PyTuple_Type, &words, &blocks->rebuild,
+                                     &blocks->by_graph, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
+                                     &PyTuple_Type, &outputs->typed, &scratch, &numbers, &order, &PyTuple_Type,
+                                     &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
+                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
         return NULL;
     }
     outputs->empty = layout->empty;
-    for (size_t i = 0; i < OBJECTS; i++) Py_INCREF(owned(self, i));
+    for (size_t i = 0; i < OBJECTS; i++) Py_XINCREF(owned(self, i));
+    blocks->exec = (Handle)(uintptr_t)exec;
     layout->inputs = PyTuple_GET_SIZE(inputs);
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
-    if (blocks_init(&self->blocks, &parts) || device_init(&self->device, device) || read_numbers(self, numbers)
-        || bind_inputs(self, inputs) || layout_init(layout, order)
+    if (blocks_init(blocks, regions, nodes, slots, words) || device_init(&self->device, device)
+        || read_numbers(self, numbers) || bind_inputs(self, inputs) || layout_init(layout, order)
         || outputs_init(outputs, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
@@ -283,6 +290,15 @@ static PyObject *call_try_launch(Call *self, PyObject *inputs) { return run_call
 static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "launch(inputs, originals=None)");
     return run_call(self, args[0], count == 2 ? args[1] : NULL, 0);
+}
+
+static PyObject *call_count_in(Call *self, PyObject *args) {
+    PyObject *counts;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OK;count_in(object, address)", &counts, &address)) return NULL;
+    Py_XSETREF(self->counts, Py_NewRef(counts));
+    self->count = (unsigned long long *)(uintptr_t)address;
+    Py_RETURN_NONE;
 }
 
 static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
@@ -309,6 +325,8 @@ static PyMethodDef call_methods[] = {
     {"try_launch", (PyCFunction)call_try_launch, METH_O,
      "try_launch(inputs): the outputs, or None if it is not the time"},
     {"launch", (PyCFunction)(void (*)(void))call_launch, METH_FASTCALL, "launch(inputs, originals=None): the outputs"},
+    {"count_in", (PyCFunction)call_count_in, METH_VARARGS,
+     "count_in(object, address): count launches there, too, in 8 bytes that live as long as the object"},
     {"aligned", (PyCFunction)(void (*)(void))call_aligned, METH_FASTCALL,
      "aligned(inputs, ((position, mask), ...)): has no address a bit of its mask?"},
     {NULL}};

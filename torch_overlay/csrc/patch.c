@@ -67,7 +67,6 @@ static int node_set(const Node *node, int kind, Handle exec) {
 }
 
 void blocks_clear(Blocks *self) {
-    Py_XDECREF(self->rebuild);
     for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
     PyMem_Free(self->node);
     PyMem_Free(self->slot);
@@ -118,15 +117,11 @@ static int read_words(Blocks *self, PyObject *words) {
     return 0;
 }
 
-int blocks_init(Blocks *self, const Parts *parts) {
-    Py_ssize_t nodes = PyTuple_GET_SIZE(parts->nodes), slots = PyTuple_GET_SIZE(parts->slots);
-    Py_ssize_t words = PyTuple_GET_SIZE(parts->words), regions = parts->regions;
+int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers) {
+    Py_ssize_t nodes = PyTuple_GET_SIZE(given), slots = PyTuple_GET_SIZE(pointers), words = PyTuple_GET_SIZE(numbers);
     if (regions < 0) return refuse("a negative number of regions");
-    self->exec = (Handle)(uintptr_t)parts->exec;
     self->regions = (size_t)regions;
     self->stale = 1;
-    self->rebuild = parts->rebuild == Py_None ? NULL : Py_NewRef(parts->rebuild);
-    self->by_graph = self->rebuild && parts->by_graph;
     self->nodes = (size_t)nodes;
     self->slots = (size_t)slots;
     self->words = (size_t)words;
@@ -140,8 +135,8 @@ int blocks_init(Blocks *self, const Parts *parts) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < nodes; i++)
-        if (node_read(&self->node[i], PyTuple_GET_ITEM(parts->nodes, i), i)) return -1;
-    return read_slots(self, parts->slots) || read_words(self, parts->words) ? -1 : 0;
+        if (node_read(&self->node[i], PyTuple_GET_ITEM(given, i), i)) return -1;
+    return read_slots(self, pointers) || read_words(self, numbers) ? -1 : 0;
 }
 
 static size_t list_node(Blocks *self, size_t node, size_t count) {
@@ -209,7 +204,7 @@ Py_ssize_t set_listed(Blocks *self, size_t count) {
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
         if (node_set(node, node->kind, self->exec)) {
-            if (node->kind != COPY || !self->rebuild) return -1;
+            if (node->kind != COPY || self->rebuild == Py_None) return -1;
             self->by_graph = 1;
             return set_by_graph(self);
         }

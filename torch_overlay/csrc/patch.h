@@ -35,21 +35,14 @@ typedef struct {
     uint64_t *base;          /* of each region, as the blocks have it */
     uint64_t *turn_of, turn; /* turn_of: the last turn that listed the node */
     int stale;               /* what the executable holds is unknown */
-    PyObject *rebuild;       /* or NULL: Note [The memory that a memcpy node was made for] */
-    int by_graph;            /* copies are set in the graph, and the executable is made anew */
+    PyObject *rebuild;       /* a function or None, the owner's: Note [The memory that a memcpy node was made for] */
+    int by_graph;            /* copies are set in the graph, and the executable is made anew; there is a `rebuild` */
     PyThread_type_lock lock; /* patching and launching are one step */
 } Blocks;
 
-/* What blocks are made of, as Python has it; `rebuild` is None or a function. */
-typedef struct {
-    unsigned long long exec;
-    PyObject *nodes, *slots, *words, *rebuild; /* tuples, but for the last */
-    Py_ssize_t regions;
-    int by_graph;
-} Parts;
-
-/* Makes blocks of zeros. Returns 0, or -1 with an error; they are to be cleared either way. */
-int blocks_init(Blocks *self, const Parts *parts);
+/* Makes blocks, of which only `exec`, `rebuild` and `by_graph` are set, of tuples for nodes, pointer slots and number
+   slots. Returns 0, or -1 with an error; they are to be cleared either way. */
+int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers);
 void blocks_clear(Blocks *self);
 /* Writes the bases and `value` into the blocks. Returns how many nodes are now on the list `dirty`: those of what is
    other than before, and all if the blocks are stale. */

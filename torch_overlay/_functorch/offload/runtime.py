@@ -23,7 +23,6 @@ The host never waits, except in `release_free`, and for copies of slabs that cou
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import logging
@@ -36,10 +35,12 @@ import torch
 from torch_overlay._functorch.offload import pinned_memory
 from torch_overlay._functorch.offload.pinned_memory import gigabytes, size_text
 from torch_overlay._functorch.streams.ids import copy_device, index_now
+from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import contextlib
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +54,15 @@ class OffloadError(RuntimeError):
 # ---- copy streams
 
 
-class _CopyStream(threading.local):
-    stream: Callable[[int], Any] | None = None
-
-
-_captured = _CopyStream()
+_captured: ThreadValue[Callable[[int], Any] | None] = ThreadValue(None)
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device, and whether it copies from the host
 
 
 def copy_stream(number: int) -> Any:
     """Return the copy stream with that number: there is one per direction and device, for all graphs. In a capture of
     ours, return one that only captures use."""
-    if _captured.stream is not None:
-        return _captured.stream(number)
+    if _captured.value is not None:
+        return _captured.value(number)
     written, is_in = copy_device(number)
     key = index_now(written), is_in
     found = _streams.get(key)
@@ -74,14 +71,9 @@ def copy_stream(number: int) -> Any:
     return found
 
 
-@contextlib.contextmanager
-def exchanged(stream: Callable[[int], Any]) -> Iterator[None]:
+def exchanged(stream: Callable[[int], Any]) -> contextlib.AbstractContextManager[Any]:
     """Replace this thread's copy streams by those that `stream` returns, for the time of a capture."""
-    before, _captured.stream = _captured.stream, stream
-    try:
-        yield
-    finally:
-        _captured.stream = before
+    return _captured.within(stream)
 
 
 # ---- slabs

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay.thread_value import ThreadValue
+
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container
     from types import ModuleType
 
 OPERATORS = ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
@@ -35,22 +36,12 @@ RESULTS = (2, 3)  # the seeds among the results of a forward
 PROBABILITY = "dropout_p"
 
 
-class _Thread(threading.local):
-    noted: set[int] | None = None
+_noted: ThreadValue[set[int] | None] = ThreadValue(None)
 
 
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[set[int]]:
+def noted() -> contextlib.AbstractContextManager[set[int]]:
     """Collect the addresses of the seeds that this thread passes to operators."""
-    before, found = _thread.noted, set()
-    _thread.noted = found
-    try:
-        yield found
-    finally:
-        _thread.noted = before
+    return _noted.within(set())
 
 
 def register(module: ModuleType) -> Callable[[], None]:
@@ -81,8 +72,8 @@ def with_seeds(original: Callable[..., Any], names: list[str]) -> Callable[..., 
         given = dict(zip(names, args)) | kwargs
         seeds: list[Any] = [given.get(name) for name in SEEDS]
         if all(type(seed) is torch.Tensor for seed in seeds):
-            if _thread.noted is not None:
-                _thread.noted.update([seed.data_ptr() for seed in seeds])
+            if _noted.value is not None:
+                _noted.value.update([seed.data_ptr() for seed in seeds])
             if given.get(PROBABILITY) and any(map(on_device, seeds)) and not is_capturing():
                 given |= zip(SEEDS, map(to_host, seeds))
                 args = tuple([given[name] for name in names[: len(args)]])

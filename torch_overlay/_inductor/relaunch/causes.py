@@ -1,13 +1,7 @@
 """Lists why work runs outside of CUDA graphs: a code, a title and a remedy for each cause.
 
-A refusal, a split and a drop all name a code of this table. `docs/cuda_graphs.md` lists the same codes.
-
-Reports compiled code that asked for a CUDA graph and gets none, and why.
-
-A refusal has a reason code of `causes`, a text, and where they are known the operator and the user's line. Each
-different refusal of a region is logged once and kept for `refusals()`; all are counted. The code then runs as compiled.
-
-Describes compiled code that asks for a CUDA graph.
+A refusal, a split and a drop all name a code of this table. `docs/cuda_graphs.md` lists the same codes. Each different
+refusal of a region is logged once and kept for `refusals()`; all are counted. The code then runs as compiled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Runs a region of generated code: as compiled, or by a graph, with aligned copies of inputs where it needs them.
 
-Tells how inputs are aligned, and copies those that compiled code can't use where they are.
-
 Note [Alignment of inputs]
 Compiled code and libraries choose kernels by the alignment of what they read, so a graph is valid for inputs that are
 aligned like those it was captured with, or better. A newly allocated tensor has a higher alignment than any kernel
@@ -82,11 +80,10 @@ class CompiledRegion:
         """Run the region without a graph, and count the cause: as steps, if `code` isn't given. `waiting`: the state
         that waits for a capture meanwhile."""
         self.outside[cause] += 1
-        code = code or (self.model if cause == "callers-capture" else self.steps.run)
         if cause == "warm-up":
-            return self.plain(inputs, code)
+            return self.plain(inputs, code or self.steps.run)
         start = time.perf_counter()
-        result = self.plain(inputs, code)
+        result = self.plain(inputs, self.model if cause == "callers-capture" else self.steps.run)
         seconds = time.perf_counter() - start
         self.governor.note_call(seconds)
         if waiting is not None:
@@ -98,7 +95,7 @@ class CompiledRegion:
         it writes are aligned here. A partition returns the inputs that later ones use, which may write to them: these
         are no copies.
         """
-        clones = self.align(inputs, self.code.mutated_inputs)
+        clones = self.align(inputs, self.code.mutated_inputs) if self.code.mutated_inputs else ()
         result = (code or self.model)(inputs)
         for _, original, clone in clones:
             copy_back(original, clone)

@@ -36,7 +36,8 @@ class Governor:
 
     def note_call(self, seconds: float) -> None:
         self.without += seconds
-        self._call = min(self._call, seconds)
+        if seconds < self._call:
+            self._call = seconds
 
     def note_first_launch(self, seconds: float) -> None:
         self._launch = min(self._launch, seconds)

@@ -184,7 +184,7 @@ def note(compiled: Any, graph: Any, gm: Any) -> None:
     visible = tuple(gm.graph.output_node().meta.get("user_visible_output_idxs", ()))
     found = graph_partitions(graph)
     owners = GraphNotes.of(graph).owners
-    CompiledNotes(visible, found, free_numbers(gm, found), current(), owners, _donated(graph)).put(compiled)
+    CompiledNotes(visible, found, free_numbers(gm, found), current.value, owners, _donated(graph)).put(compiled)
 
 
 def _donated(graph: Any) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ of `split_off`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 import weakref
@@ -21,7 +22,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
+from torch_overlay._inductor.relaunch.launch.staged import graph_of
 from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 
 
@@ -71,14 +72,15 @@ class RegionGraphs:
             capturing.release()
             self.region.governor.note_capture(time.perf_counter() - start)
         for stage in made.stages:
-            if (rebuild := stage.launcher.rebuild) is not None:
+            if (rebuild := stage.rebuild) is not None:
                 rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         runners.count_capture(graph_of(made).nodes)
+        # From here on, each launch is one for a call; its last stage counts it.
+        made.stages[-1].call.count_in(states.launches, ctypes.addressof(states.launches))
         relaunch = self._finished(made)
         states.set_graph(state, relaunch)
         state.captured_for = wanted
         with states.lock:
-            states.launched_before -= launches_of(made)  # it was launched to compare it, for no call
             if not key and not self.keys.seeds and states.get(key) is state:
                 states.try_launch = relaunch.try_launch
         self._say_bound()
@@ -114,7 +116,7 @@ class RegionGraphs:
             stages = made.stages
             for i, stage in enumerate(stages, start=1):
                 part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
-                nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
+                nodes = "1 node" if stage.nodes == 1 else f"{stage.nodes} nodes"
                 name = f"{self.code.name}, {part}graph of {nodes}"
                 stage.show(functools.partial(profiler_ranges.within, name))
         if self.verify:

@@ -93,8 +93,7 @@ def observe(region: CompiledRegion, inputs: list[Any]) -> Run:
 def repeat(region: CompiledRegion, inputs: list[Any], known: AllocationPlan) -> Run:
     """Run a region of which an observed run has shown `known`."""
     with_run = _before(region, inputs)
-    result = region.run("warm-up", inputs)
-    return Run(result, with_run(known))
+    return Run(region.run("warm-up", inputs), with_run(known))
 
 
 def _before(region: CompiledRegion, inputs: Sequence[Any]) -> Callable[[AllocationPlan], AllocationPlan]:
@@ -130,7 +129,7 @@ class Runner:
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
         self.governor, self.launched, self.graphs = self.region.governor, self.states.launched, self.states.graphs
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
-        self._is_current = device.current, device.index, device.is_capturing
+        self._current, self._is_capturing = device.current, device.is_capturing
         runners.known.add(self)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -147,33 +146,34 @@ class Runner:
         if key_of is None:
             key_of = call_keys.choose(inputs)
         state = states.get(key := key_of(inputs))
-        if state is not None and (relaunch := state.relaunch) is not None:
-            if len(states) > 1:
-                states.touch(key)
-            if (try_launch := relaunch.try_launch) is not None:
-                if (result := try_launch(inputs)) is not None:
-                    return result
-                return self._run_without_graph_yet(key, inputs)
-            current, index, is_capturing = self._is_current
-            if current() == index and not is_capturing() and not executable.launching():
-                try:
-                    return relaunch.launch(inputs)
-                except Misaligned:
-                    pass
-        return self._run_without_graph_yet(key, inputs)
+        if state is not None:
+            state.used = states.now()
+            if (relaunch := state.relaunch) is not None:
+                if (try_launch := relaunch.try_launch) is not None:
+                    if (result := try_launch(inputs)) is not None:
+                        return result
+                elif self._current() == self.code.device and not self._is_capturing() and not executable.launching():
+                    try:
+                        return relaunch.launch(inputs)
+                    except Misaligned:
+                        pass
+        return self._run_without_graph_yet(key, state, inputs)
 
-    def _run_without_graph_yet(self, key: Any, inputs: list[Any]) -> Any:
-        run, states = self.region.run, self.states
-        if self.region.device.is_capturing() or executable.launching():
+    def _run_without_graph_yet(self, key: Any, state: State | None, inputs: list[Any]) -> Any:
+        run = self.region.run
+        if self._is_capturing() or executable.launching():
             return run("callers-capture", inputs)  # or in a finalizer that runs during a launch
-        state = states.of(key)
-        if state is not None and not state.refused and keys.LARGE in key:
-            self._refuse_host_tensor(state, inputs)
-        if state is None or state.refused:
-            return run(state.refused if state is not None else "templates", inputs)
+        if state is None:
+            if (state := self.states.add(key)) is None:
+                return run("templates", inputs)
+            if keys.LARGE in key:
+                self._refuse_host_tensor(state, inputs)
+        if state.refused:
+            return run(state.refused, inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
-        if self._waits(state):
+        may_wait = state.relaunch is None and self._is_one_of_many()
+        if may_wait and not self.governor.affords_capture(state.waited, self.launched):
             return run("size-waits", inputs, state)
         if state.plan is None:
             return self._warm_up(key, state, inputs, is_first=False)
@@ -181,14 +181,8 @@ class Runner:
             return self._by_graph(key, state, inputs)
 
     def _is_one_of_many(self) -> bool:
+        """True if a size may have to wait. A process that verifies launches captures each size at once."""
         return len(self.states) > governor.FEW and not self.region_graphs.verify
-
-    def _waits(self, state: State) -> bool:
-        """True if a size has no graph, and doesn't get one yet: Note [Time for graphs]. A process that verifies
-        launches captures each size at once."""
-        if state.relaunch is not None or not self._is_one_of_many():
-            return False
-        return not self.governor.affords_capture(state.waited, self.states.launched)
 
     def _by_graph(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Launch the state's graph, which is made first if there is none for the alignments of these inputs."""
@@ -297,4 +291,4 @@ def has_copies_never_launched(relaunch: Launchable) -> bool:
     """True if the graph has memcpy nodes to patch and was never launched: the driver may refuse to patch them, and only
     the first launch shows that."""
     stages = relaunch.stages
-    return any(stage.launcher.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)
+    return any(stage.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)

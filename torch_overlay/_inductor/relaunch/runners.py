@@ -46,7 +46,7 @@ def stats() -> dict[str, int]:
     """Return totals over the live graphs."""
     alive = list(relaunch.live_relaunches)
     return {
-        "nodes": sum(r.launcher.nodes for r in alive),
+        "nodes": sum(r.nodes for r in alive),
         "nodes_patched": sum(r.totals[1] for r in alive),
         "relaunches": sum(r.totals[0] for r in alive),
     }
@@ -54,4 +54,4 @@ def stats() -> dict[str, int]:
 
 def bare_replays() -> list[Callable[[], None]]:
     """Return functions that launch the live graphs without patching any pointer, for benchmarks."""
-    return [r.launcher.replay for r in list(relaunch.live_relaunches) if r.totals[0]]
+    return [r.replay for r in list(relaunch.live_relaunches) if r.totals[0]]

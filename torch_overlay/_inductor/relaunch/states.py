@@ -1,12 +1,10 @@
-"""Keeps what a region has for each key of its calls: `States`.
+"""Keeps what a region has for each key of its calls (`States`), and chooses what is in a key (`CallKeys`).
 
 When there are too many graphs, the least recently used one is dropped; when there are too many states, one without a
 graph, if there is one. A region whose keys don't come again is captured for a bounded number of times.
 
-Chooses the inputs of a region that are in the key of a call: those that are not tensors on the device.
-
-Seeds of attention are in no key, whether they are on the host or on the device: Note [Seeds of attention] of
-`attention_seeds`.
+The inputs that are not tensors on the device are in the key, but for seeds of attention, wherever they are: Note [Seeds
+of attention] of `attention_seeds`.
 
 Note [Numbers that are parameters]
 A number that no tensor's size or stride depends on is left out of the key: the graph computes with the number of each
@@ -16,8 +14,9 @@ launch (`numbers`). If a capture shows that the region uses the number for anyth
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import threading
-from collections import OrderedDict
 from typing import Any, TYPE_CHECKING
 
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch_overlay._inductor.relaunch import attention_seeds, compiled_region, k
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
-from torch_overlay._inductor.relaunch.launch.staged import graph_of, launches_of
+from torch_overlay._inductor.relaunch.launch.staged import graph_of
 from torch_overlay._inductor.relaunch.numbers.traced import NUMBERS
 
 
@@ -55,6 +54,7 @@ class State:
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Launchable | None = None
         self.waited = 0.0  # seconds of the host in calls that waited for a capture
+        self.used = 0  # when it was last asked for: `States.now`
 
     def update_alignments(self, inputs: Sequence[Any], static: Container[int]) -> bool:
         """True if there is a graph for the alignments of all inputs so far. If not, `alignments` are those for which it
@@ -72,41 +72,36 @@ class State:
         return had_graph and self.alignments == self.captured_for
 
 
-class States(OrderedDict[Any, State]):
-    """The states of a region by key, the most recently used last. `bound`: so many have graphs; `captures`: of them
-    all; `try_launch`: that of the only state's graph, if the region needs no key. Who changes them holds `lock`."""
+class States(dict[Any, State]):
+    """The states of a region by key. Who adds, drops or replaces one holds `lock`; a call of a state that is there only
+    sets `used`."""
 
-    __slots__ = ("try_launch",)  # which each call reads; attributes of a subclass of OrderedDict are slow
+    __slots__ = ("bound", "captures", "launches", "lock", "now", "try_launch")  # which each call reads
 
     def __init__(self, bound: int) -> None:
         super().__init__()
-        self.bound = bound
+        self.bound = bound  # so many have graphs
         self.lock = threading.RLock()  # a finalizer may come here while it is held
-        self.captures = 0
-        self.try_launch: Callable[[list[Any]], Any] | None = None
-        self.launched_before = 0  # launches of graphs that are dropped
+        self.captures = 0  # of them all
+        self.try_launch: Callable[[list[Any]], Any] | None = None  # the only graph's, if the region needs no key
+        self.launches = ctypes.c_ulonglong()  # of all graphs that there were: the C module counts them here
+        self.now: Callable[[], int] = itertools.count(1).__next__
 
     @property
     def most_captures(self) -> int:
         return 4 * self.bound
 
-    def touch(self, key: Any) -> None:
+    def add(self, key: Any) -> State | None:
+        """Return a new state for a key that has none; None if the region was captured too often."""
+        if self.captures >= self.most_captures:
+            return None
         with self.lock:
-            if key in self:
-                self.move_to_end(key)
-
-    def of(self, key: Any) -> State | None:
-        """Return the state of a key, a new one if it has none; None if it has none and the region was captured too
-        often."""
-        with self.lock:
-            state = self.get(key)
-            if state is not None:
-                self.move_to_end(key)
-            elif self.captures < self.most_captures:
-                state = self[key] = State()
-                while len(self) > TABLES * self.bound:
-                    others = (k for k, each in self.items() if each.relaunch is None and each is not state)
-                    self.drop(next(others, next(iter(self))))
+            if key in self:  # by another thread
+                return self[key]
+            if len(self) >= TABLES * self.bound:
+                self.pop(min(self, key=lambda each: (self[each].relaunch is not None, self[each].used)))
+            state = self[key] = State()
+            state.used = self.now()
             return state
 
     def replace(self, states: dict[Any, State]) -> None:
@@ -115,23 +110,17 @@ class States(OrderedDict[Any, State]):
             self.clear()
             self.update(states)
 
-    def drop(self, key: Any) -> None:
-        with self.lock:
-            self.launched_before += launches_of(self.pop(key).relaunch)
-
     def set_graph(self, state: State, relaunch: Any = None) -> None:
         """Give a state its graph, in place of the one that it may have had; without one, take it away."""
         with self.lock:
-            self.launched_before += launches_of(state.relaunch)
             state.relaunch, self.try_launch = relaunch, None
             graphs = [key for key, each in self.items() if each.relaunch is not None]
-            for key in graphs[: max(len(graphs) - self.bound, 0)]:
-                self.drop(key)
+            if len(graphs) > self.bound:
+                self.pop(min(graphs, key=lambda key: self[key].used))
 
     def forget(self) -> list[State]:
         """Drop all graphs. Return the states, which the caller lets go of without the lock."""
         with self.lock:
-            self.launched_before = self.launched()
             dropped = list(self.values())
             self.replace({})
             self.captures = 0
@@ -139,8 +128,7 @@ class States(OrderedDict[Any, State]):
 
     def launched(self) -> int:
         """Return how many calls a graph has run."""
-        with self.lock:
-            return self.launched_before + sum(launches_of(state.relaunch) for state in self.values())
+        return self.launches.value
 
     def graphs(self) -> list[Graph]:
         """Return the graphs that there are now."""

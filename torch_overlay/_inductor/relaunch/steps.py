@@ -44,7 +44,7 @@ from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES, Unfit
 from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, LaunchedBy, POINTER_LETTER, replaced, show
-from torch_overlay._inductor.relaunch.numbers.traced import deciding, followed, NUMBERS, plain, Traced
+from torch_overlay._inductor.relaunch.numbers.traced import decisions, followed, NUMBERS, plain, Traced
 from torch_overlay._inductor.relaunch.proof.functions import static_binary_of
 
 
@@ -423,7 +423,7 @@ def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -
     with follower.noting():
         made = stand_ins(model, namespace, follower)
     try:
-        with replaced(namespace, made), follower, deciding(shown.decisions):
+        with replaced(namespace, made), follower, decisions.within(shown.decisions):
             result = model(inputs)
     finally:
         follower.thread = 0  # another thread may have taken a stand-in for the original meanwhile

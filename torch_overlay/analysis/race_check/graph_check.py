@@ -111,12 +111,9 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
             rows = ByteSpan(0, (node.height,), (node.pitch,), node.width * node.element_size)
             yield from places.known(node.index, node.dst, rows, WRITE)
         elif isinstance(node, CopyNode):
-            for address, pitch, height, mode in (
-                (node.dst, node.dst_pitch, node.dst_height, WRITE),
-                (node.src, node.src_pitch, node.src_height, READ),
-            ):
-                span = ByteSpan(0, (node.depth, node.height), (pitch * height, pitch), node.width)
-                yield from places.known(node.index, address, span, mode)
+            for side, mode in zip(node.sides, (WRITE, READ), strict=True):
+                span = ByteSpan(0, (node.depth, node.height), (side.pitch * side.rows, side.pitch), node.width)
+                yield from places.known(node.index, side.address, span, mode)
         elif isinstance(node, KernelNode):
             letters = kernels.get(node.name, "")
             if letters and len(letters) != len(node.parameters):

@@ -29,23 +29,28 @@ class TestStates(TestCase):
         """States of a region that keeps two graphs: those of these keys have one, or have none yet."""
         made = States(2)
         for key in (*graphs, *waiting):
-            state = made.of(key)
+            state = made.add(key)
             if key in graphs:
-                made.set_graph(state, SimpleNamespace(stages=[SimpleNamespace(totals=(1, 0))]))
+                made.set_graph(state, object())
         return made
 
     def test_sizes_that_wait_take_no_graph_s_place(self):
         made = self.make("ab", "12345678")
         self.assertEqual("".join(made), "ab345678")
-        made.of("3")
-        made.of("9")
-        self.assertEqual("".join(made), "ab567839", "the one that came last a long time ago is dropped")
+        made["3"].used = made.now()
+        made.add("9")
+        self.assertEqual("".join(made), "ab356789", "the one that came last a long time ago is dropped")
 
     def test_graph_takes_the_place_of_the_one_that_was_launched_a_long_time_ago(self):
         made = self.make("ab", "1")
-        made.touch("a")
-        made.set_graph(made.of("1"), SimpleNamespace(stages=[SimpleNamespace(totals=(0, 0))]))
-        self.assertEqual(("".join(made), made.launched()), ("a1", 2))
+        made["a"].used = made.now()
+        made["1"].used = made.now()
+        made.set_graph(made["1"], object())
+        self.assertEqual("".join(made), "a1")
+
+    def test_state_that_another_thread_has_made_meanwhile(self):
+        made = self.make(waiting="1")
+        self.assertIs(made.add("1"), made["1"])
 
 
 class TestCallKeys(TestCase):

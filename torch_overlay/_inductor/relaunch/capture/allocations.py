@@ -29,6 +29,7 @@ from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Produ
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life
+from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
@@ -150,11 +151,7 @@ class Lives:
         return [address for address, storage in self._storages.items() if not storage.expired()]
 
 
-class _Thread(threading.local):
-    observer: AllocationObserver | None = None
-
-
-_thread = _Thread()
+_observer: ThreadValue[AllocationObserver | None] = ThreadValue(None)
 _hooks: dict[int, tuple[int, Any]] = {}  # by module: users, and the function that was there
 _hooks_lock = threading.RLock()  # a finalizer may come here while it is held
 
@@ -170,11 +167,10 @@ def observed(namespace: dict[str, Any], observer: AllocationObserver) -> Iterato
         if not users:
             namespace[ALLOCATOR] = _hook(original)
         _hooks[id(namespace)] = users + 1, original
-    before, _thread.observer = _thread.observer, observer
     try:
-        yield
+        with _observer.within(observer):
+            yield
     finally:
-        _thread.observer = before
         with _hooks_lock:
             users, original = _hooks.pop(id(namespace))
             if users > 1:
@@ -185,7 +181,7 @@ def observed(namespace: dict[str, Any], observer: AllocationObserver) -> Iterato
 
 def _hook(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def allocate(*args: Any) -> torch.Tensor:
-        observer = _thread.observer
+        observer = _observer.value
         return original(*args) if observer is None else observer.allocate(original, *args)
 
     return allocate

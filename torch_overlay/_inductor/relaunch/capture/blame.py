@@ -64,11 +64,11 @@ def make_or_blame(request: CaptureRequest) -> Relaunch | Split:
     try:
         if request.plan.opaque and (culprit := find_escape(request)) is not None and not culprit.is_innocent:
             raise CaptureFailed("operator", culprit.did, culprit)
-        arrangement, launchers = make_graph(request)
+        arrangement, executables = make_graph(request)
         if arrangement.stages:
-            made: Relaunch | Split = Split(request.device, arrangement, launchers, request.alignments)
+            made: Relaunch | Split = Split(request.device, arrangement, executables, request.alignments)
         else:
-            made = Relaunch(request.device, arrangement.layout, launchers[0], request.alignments)
+            made = Relaunch(request.device, arrangement.layout, executables[0], request.alignments)
     except (NumberEscaped, CaptureFailed):
         raise
     except Unprovable as refusal:
@@ -86,7 +86,7 @@ def make_or_blame(request: CaptureRequest) -> Relaunch | Split:
     if log.isEnabledFor(logging.INFO):
         message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
         nodes, names = graph_of(made).nodes, arrangement.layout.names()
-        log.info(message, request.code.name, nodes, len(launchers), arrangement.describe(), names)
+        log.info(message, request.code.name, nodes, len(executables), arrangement.describe(), names)
     return made
 
 

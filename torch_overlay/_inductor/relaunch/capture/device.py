@@ -10,17 +10,10 @@
                 ...                         # what it allocates has segments of its own: apart.segments
     graph, template = device.prove(first, second, namespace)
     edges = device.relax(first, graph, template, namespace)
-    arrangement, launchers = device.instantiate(first, arrange(...))
+    arrangement, executables = device.instantiate(first, arrange(...))
     recording.close()
 
-`make_graph` runs these steps. The recording is that of `capture.recording`, the launchers are those of
-`launch.executable`.
-
-Loads in advance what the first capture needs: the C module, the driver's bindings, and the kernels that replace
-memset and memcpy nodes.
-
-`prepare_early` is for the time while Inductor waits for its workers to compile kernels, when this process has nothing
-else to do. If nothing is compiled, or the preparation fails then, it is a part of the first call.
+`make_graph` runs these steps. The recording is that of `capture.recording`.
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernel
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import Launcher, upload
+from torch_overlay._inductor.relaunch.launch.executable import Executable, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Template, Unprovable
@@ -59,7 +52,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def prepare(device: int) -> None:
-    """Load all that a capture on the current device needs. Raises what the loader raises where there is no driver."""
+    """Load all that a capture on the current device needs: the C module, the driver's bindings, and the kernels that
+    replace memset and memcpy nodes. Raises what the loader raises where there is no driver."""
     executable.implementation()
     Driver()
     try:
@@ -69,8 +63,8 @@ def prepare(device: int) -> None:
 
 
 def prepare_early() -> None:
-    """Prepare for captures on the current device before there is one, if modules may be loaded there. What fails is
-    logged once."""
+    """Prepare for captures on the current device before there is one, if modules may be loaded there, while Inductor
+    waits for its workers to compile kernels. What fails is logged once, and tried again at the first call."""
     if _may_load_modules():
         _try(torch.cuda.current_device())
 
@@ -212,35 +206,36 @@ class Cuda:
             return graph.edges
         return tuple(edges)
 
-    def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Launcher]]:
-        """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
-        that the launchers follow."""
+    def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Executable]]:
+        """Return an executable for each stage, or one for the whole graph if the driver can't cut it, and the
+        arrangement that they follow."""
         graph = captured.recording.graph
         _held = executable.settle(arrangement.template, self.empty)  # must live until the executables are made
         if arrangement.stages:
             try:
-                launchers = self._parts(graph, arrangement)
+                parts = [self._part(graph, stage.template) for stage in arrangement.stages]
             except DriverError as error:  # the whole graph takes more memory, but works
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                 assert arrangement.whole is not None
                 arrangement = arrangement.whole
             else:
-                self._annotate(captured, [stage.template for stage in arrangement.stages], launchers)
+                self._annotate(captured, [stage.template for stage in arrangement.stages], parts)
                 graph.reset()
-                return arrangement, launchers
+                return arrangement, parts
         graph.instantiate()
         upload(graph)
-        template = arrangement.template
-        launchers = [Launcher(graph, template, not captured.recording.fixed)]
-        self._annotate(captured, [template], launchers)
-        return arrangement, launchers
+        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
+        replay = torch._C._CUDAGraph.replay.__get__(graph)
+        made = Executable(graph, arrangement.template, replay, not captured.recording.fixed)
+        self._annotate(captured, [arrangement.template], [made])
+        return arrangement, [made]
 
-    def _annotate(self, captured: Captured, templates: Sequence[Template], launchers: Sequence[Launcher]) -> None:
-        """Name the kernels of the launchers, which have these nodes of the capture."""
+    def _annotate(self, captured: Captured, templates: Sequence[Template], made: Sequence[Executable]) -> None:
+        """Name the kernels of the executables, which have these nodes of the capture."""
         if (noted := captured.recording.lines) is not None:
             places = noted.places()
-            for template, launcher in zip(templates, launchers, strict=True):
-                kernel_names.annotate(places, [node.handle for node in template.nodes], launcher)
+            for template, executable in zip(templates, made, strict=True):
+                kernel_names.annotate(places, [node.handle for node in template.nodes], executable)
 
     def _room(self) -> Callable[[KernelNode], int]:
         """Return a function that says how many blocks of a kernel this device runs at once."""
@@ -256,13 +251,10 @@ class Cuda:
 
         return room
 
-    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
-        launchers = []
-        for stage in arrangement.stages:
-            part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
-            upload(part)
-            launchers.append(Launcher(part, part.renamed(stage.template), True))
-        return launchers
+    def _part(self, graph: torch.cuda.CUDAGraph, template: Template) -> Executable:
+        part = Part(graph.raw_cuda_graph(), [node.handle for node in template.nodes], self)
+        upload(part)
+        return Executable(part, part.renamed(template), part.replay, True)
 
 
 def check_libraries(graph: CapturedGraph) -> None:

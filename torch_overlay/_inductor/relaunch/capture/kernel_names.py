@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
+    from torch_overlay._inductor.relaunch.launch.executable import Executable
+
 log = logging.getLogger(__name__)
 
 
@@ -69,21 +71,21 @@ class KernelLines:
         return {node: place for node, at in self.made.items() if (place := place_at(*at))}
 
 
-def annotate(places: Mapping[int, str], captured: Sequence[int], launcher: Any) -> None:
-    """Annotate the kernels of a launcher's executable, until that is freed. `places`: of the user's program, by the
-    handle of a node in the capture; `captured`: the handles there of the launcher's nodes.
+def annotate(places: Mapping[int, str], captured: Sequence[int], executable: Executable) -> None:
+    """Annotate the kernels of an executable, until that is freed. `places`: of the user's program, by the handle of a
+    node in the capture; `captured`: the handles there of the executable's nodes.
     """
     from torch.cuda._graph_annotations import record_node_annotation, remove_kernel_annotations
     from torch.cuda._utils import _check_cuda_bindings as outputs
 
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
-        graph = outputs(runtime.cudaGraphExecGetId(launcher.graph.raw_cuda_graph_exec()))
-        for handle, node in zip(captured, launcher.template.nodes, strict=True):
+        graph = outputs(runtime.cudaGraphExecGetId(executable.graph.raw_cuda_graph_exec()))
+        for handle, node in zip(captured, executable.template.nodes, strict=True):
             if place := places.get(handle):
                 number = outputs(runtime.cudaGraphNodeGetToolsId(node.handle)) & 0xFFFFFFFF
                 record_node_annotation(graph << 32 | number, {"name": place})
     except RuntimeError as error:  # a graph without names is a graph
         log.info("a graph is not annotated: %s", error)
     else:
-        weakref.finalize(launcher.graph, remove_kernel_annotations, [graph])
+        weakref.finalize(executable.graph, remove_kernel_annotations, [graph])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
-    from torch_overlay._inductor.relaunch.causes import CodeFacts
+    from torch_overlay._inductor.relaunch.launch.executable import Executable
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
 
@@ -42,8 +42,8 @@ COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 capturing = threading.Lock()
 
 
-def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
-    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Unprovable, or what
+def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]:
+    """Capture a region, and return its arrangement and an executable for each of its stages. Raises Unprovable, or what
     the region itself raises; NumberEscaped if a launch can't compute with the numbers."""
     try:
         with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
@@ -56,7 +56,7 @@ def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
         raise
 
 
-def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
+def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]:
     device, code = request.device, request.code
     check(request.model)
     holes = device.holes() if code.saved_outputs else []
@@ -94,8 +94,7 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Any]]:
         if template.numbers and executable.moving(template):
             raise NumberEscaped(frozenset(request.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, request.namespace)
-        proven = _proven(first, lives, template, edges, request.inputs, request.plan.dying, code)
-        return device.instantiate(first, arrange(proven))
+        return device.instantiate(first, arrange(_proven(request, first, lives, template, edges)))
 
 
 @contextlib.contextmanager
@@ -127,16 +126,14 @@ def _prove(request: CaptureRequest, captures: tuple[Captured, Captured], graph: 
 
 
 def _proven(
+    request: CaptureRequest,
     captured: Captured,
     lives: Sequence[Life],
     template: Template,
     edges: tuple[tuple[int, int], ...],
-    inputs: Sequence[Any],
-    dying: frozenset[int],
-    code: CodeFacts,
 ) -> Proven:
-    layout = captured.layout
-    storages = [inputs[k].untyped_storage() for k in layout.inputs]
+    layout, dying = captured.layout, request.plan.dying
+    storages = [request.inputs[k].untyped_storage() for k in layout.inputs]
     addresses = [storage.data_ptr() for storage in storages]
     holders = {address: k for k, address in reversed(list(enumerate(addresses)))}
     returned = {r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))}
@@ -149,5 +146,5 @@ def _proven(
         holders=tuple([holders[address] for address in addresses]),
         held=tuple(storage.nbytes() for storage in storages),
         static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
-        stages=code.is_backward and not captured.recording.fixed,
+        stages=request.code.is_backward and not captured.recording.fixed,
     )

@@ -18,10 +18,6 @@ Note [Streams of a capture]
 A region and its side streams are captured on streams that only captures use: if other code could use a stream in the
 meantime, its launches would be captured into the graph. For the time of the capture, the stream objects of the running
 frame are replaced by these streams, and so are the copy streams of saved activations.
-
-Replaces the caller's streams during a capture: Note [Streams of a capture].
-
-Checks whether compiled code may be captured at all, before it is.
 """
 
 from __future__ import annotations

@@ -142,17 +142,14 @@ class Driver:
         """Set the parameters of a node in a graph, not in an executable."""
         kind = self.api.CUmemorytype
         params = self.api.CUDA_MEMCPY3D()
-        for side, address, on_host, pitch, rows in (
-            ("src", copy.src, copy.src_on_host, copy.src_pitch, copy.src_height),
-            ("dst", copy.dst, copy.dst_on_host, copy.dst_pitch, copy.dst_height),
-        ):
-            setattr(params, f"{side}MemoryType", kind.CU_MEMORYTYPE_HOST if on_host else kind.CU_MEMORYTYPE_DEVICE)
+        for end, (address, pitch, rows, on_host) in zip(("dst", "src"), copy.sides, strict=True):
+            setattr(params, f"{end}MemoryType", kind.CU_MEMORYTYPE_HOST if on_host else kind.CU_MEMORYTYPE_DEVICE)
             if on_host:
-                setattr(params, f"{side}Host", address)
+                setattr(params, f"{end}Host", address)
             else:
-                setattr(params, f"{side}Device", self.api.CUdeviceptr(address))
-            setattr(params, f"{side}Pitch", pitch)
-            setattr(params, f"{side}Height", rows)
+                setattr(params, f"{end}Device", self.api.CUdeviceptr(address))
+            setattr(params, f"{end}Pitch", pitch)
+            setattr(params, f"{end}Height", rows)
         params.WidthInBytes, params.Height, params.Depth = copy.width, copy.height, copy.depth
         self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
 

@@ -19,6 +19,7 @@ from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
+    CopySide,
     EmptyNode,
     FillNode,
     KernelNode,
@@ -119,38 +120,25 @@ def _other_node(driver: Driver, index: int, handle: int, kind: int) -> Node:
 def copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
     """Read a memcpy node. Refuses what is neither in device memory nor in host memory that lives as long as graphs."""
     p = driver.memcpy(handle)
-    sides = []
-    for side in ("dst", "src"):
+
+    def side(end: str) -> CopySide:
         try:
-            kind = int(getattr(p, f"{side}MemoryType"))
+            kind = int(getattr(p, f"{end}MemoryType"))
         except ValueError:  # cuda.bindings: the driver left the field unset
             kind = 0
-        address = int(getattr(p, f"{side}Device"))
+        address = int(getattr(p, f"{end}Device"))
         if kind == cu.MEMORY_UNIFIED:
             kind = driver.memory_kind(address)
         elif kind == cu.MEMORY_HOST:
-            address = int(getattr(p, f"{side}Host"))
+            address = int(getattr(p, f"{end}Host"))
         on_host = kind == cu.MEMORY_HOST and keys.holds(address)
         if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
-            text = f"it copies {'to' if side == 'dst' else 'from'} {where}"
+            text = f"it copies {'to' if end == 'dst' else 'from'} {where}"
             raise Unprovable("host-memory", text, node=f"{index} (memcpy)")
-        pitch, rows = int(getattr(p, f"{side}Pitch")), int(getattr(p, f"{side}Height"))
-        x, y, z = (int(getattr(p, f"{side}{n}")) for n in ("XInBytes", "Y", "Z"))
-        sides.append((address + x + pitch * (y + rows * z), pitch, rows, on_host))
-    (dst, dst_pitch, dst_height, dst_on_host), (src, src_pitch, src_height, src_on_host) = sides
-    return CopyNode(
-        index=index,
-        handle=handle,
-        dst=dst,
-        src=src,
-        width=int(p.WidthInBytes),
-        height=int(p.Height),
-        depth=int(p.Depth),
-        dst_pitch=dst_pitch,
-        dst_height=dst_height,
-        src_pitch=src_pitch,
-        src_height=src_height,
-        dst_on_host=dst_on_host,
-        src_on_host=src_on_host,
-    )
+        pitch, rows = int(getattr(p, f"{end}Pitch")), int(getattr(p, f"{end}Height"))
+        x, y, z = (int(getattr(p, f"{end}{n}")) for n in ("XInBytes", "Y", "Z"))
+        return CopySide(address + x + pitch * (y + rows * z), pitch, rows, on_host)
+
+    sides = side("dst"), side("src")
+    return CopyNode(index, handle, sides, width=int(p.WidthInBytes), height=int(p.Height), depth=int(p.Depth))

@@ -97,13 +97,14 @@ def _replacement(driver: Driver, index: int, handle: int, kind: int) -> KernelLa
         launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
     else:
         node = copy_node(driver, index, handle)
-        if node.dst_on_host or node.src_on_host:
+        to, source = node.sides
+        if to.on_host or source.on_host:
             raise Unprovable("host-memory", "a copy engine moves saved activations beside the kernels")
         lines = node.height * node.depth
-        adjacent = node.depth <= 1 and node.dst_pitch == node.src_pitch == node.width
+        adjacent = node.depth <= 1 and to.pitch == source.pitch == node.width
         if lines > 1 and not adjacent:
             raise Unprovable("shape", "its rows are not adjacent")
-        launch = kernels.copy(node.dst, node.src, node.width * lines)
+        launch = kernels.copy(to.address, source.address, node.width * lines)
     layout = [size for _, size in driver.layout(launch.func)]
     if layout != [len(value) for value in launch.arguments]:
         sizes = [len(value) for value in launch.arguments]

@@ -34,14 +34,13 @@ import logging
 import os
 import struct
 from operator import itemgetter
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,
@@ -56,7 +55,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch_overlay._inductor.relaunch.proof.nodes import Node
+    from torch_overlay._inductor.relaunch.graph.subgraph import Part
+    from torch_overlay._inductor.relaunch.proof.nodes import CopySide, Node
 
 
 KERNEL, FILL, COPY = range(3)
@@ -126,16 +126,16 @@ def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[i
         fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
         return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
     if isinstance(node, CopyNode):
-        source = (*_side(node.src, node.src_on_host), node.src_pitch, node.src_height)
-        destination = (*_side(node.dst, node.dst_on_host), node.dst_pitch, node.dst_height)
-        extent = (node.width, node.height, node.depth)
-        return COPY, node.handle, context, label, struct.pack("<25Q", *source, *destination, *extent), ()
+        destination, source = map(_side, node.sides)
+        fields = (*source, *destination, node.width, node.height, node.depth)
+        return COPY, node.handle, context, label, struct.pack("<25Q", *fields), ()
     raise TypeError(f"{label} holds no parameter that can be patched")
 
 
-def _side(address: int, on_host: bool) -> tuple[int, ...]:
-    """Return one side of a CUDA_MEMCPY3D up to its pitch: position in the array, kind of memory, and address."""
-    return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
+def _side(side: CopySide) -> tuple[int, ...]:
+    """Return one side of a CUDA_MEMCPY3D: position in the array, kind of memory, an address of each kind, strides."""
+    kind, host, device = (ON_HOST, side.address, 0) if side.on_host else (ON_DEVICE, 0, side.address)
+    return 0, 0, 0, 0, kind, host, device, 0, 0, side.pitch, side.rows
 
 
 def _pointers(node: Node) -> list[tuple[int, int]]:
@@ -208,12 +208,12 @@ def implementation() -> Any:
     except csrc.NotBuiltError as error:
         raise Unprovable("c-module", str(error)) from None
     teach(module)
+    global launching
+    launching = module.launching
     return module
 
 
-def _built() -> Any:
-    """Return the C module if `implementation` has built it already; else None."""
-    return implementation() if implementation.cache_info().currsize else None
+launching: Callable[[], bool] = bool  # True if this thread is in the middle of a launch by the C module
 
 
 @functools.cache
@@ -229,14 +229,7 @@ def torch_functions() -> tuple[int, ...]:
     return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
 
 
-def launching() -> bool:
-    """True if this thread is in the middle of a launch by the C module."""
-    module = _built()
-    return module is not None and module.launching()
-
-
 MOST_REBUILDS = 16
-DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
 
 
 def moving(template: Template) -> dict[CopyNode, set[int]]:
@@ -255,9 +248,8 @@ def is_linear(node: CopyNode) -> bool:
 
 def extent(node: CopyNode, parameter: int) -> int:
     """Return the bytes that one side of the copy spans, from its first byte to its last."""
-    pitch, rows = (node.dst_pitch, node.dst_height) if parameter == DESTINATION else (node.src_pitch, node.src_height)
-    height, depth = max(node.height, 1), max(node.depth, 1)
-    return node.width + pitch * (height - 1 + rows * (depth - 1))
+    side, height, depth = node.sides[parameter], max(node.height, 1), max(node.depth, 1)
+    return node.width + side.pitch * (height - 1 + side.rows * (depth - 1))
 
 
 def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Driver | None = None) -> torch.Tensor | None:
@@ -279,7 +271,8 @@ def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Drive
 
 def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
     """Return the node with these addresses, by parameter, in place of its own."""
-    return dataclasses.replace(node, dst=addresses.get(DESTINATION, node.dst), src=addresses.get(SOURCE, node.src))
+    to, source = (side._replace(address=addresses.get(p, side.address)) for p, side in enumerate(node.sides))
+    return dataclasses.replace(node, sides=(to, source))
 
 
 class Rebuild:
@@ -311,29 +304,23 @@ class Rebuild:
 
 
 def emptied(template: Template) -> Template:
-    """Return a template without its nodes and pointer slots."""
+    """Return a template without its nodes and pointer slots, which the C module has copied: in Python they take several
+    times the memory, for each size of a region, and the garbage collector walks them."""
     return dataclasses.replace(template, nodes=(), slots=())
 
 
-class Launcher:
-    """An executable graph with its template: `make_call` binds it to a layout, `replay` launches it as it is."""
+def rebuild_of(graph: torch.cuda.CUDAGraph | Part, template: Template) -> Rebuild | None:
+    copies = moving(template)
+    return Rebuild(graph, copies) if copies else None
 
-    def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
-        self.graph = graph
-        self.template, self.nodes = template, len(template.nodes)
-        self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
-        copies = moving(template)
-        self.rebuild = Rebuild(graph, copies) if copies else None
-        self.make_call: Any = call_maker(implementation(), graph.raw_cuda_graph_exec(), template, self.rebuild)
-        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
-        self.replay: Callable[[], None] = (
-            graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
-        )
 
-    def forget(self) -> None:
-        """Drop the nodes and the pointer slots, which the C module has copied: in Python they take several times the
-        memory, for each size of a region, and the garbage collector walks them."""
-        self.template, self.make_call = emptied(self.template), None
+class Executable(NamedTuple):
+    """An executable graph with its template."""
+
+    graph: torch.cuda.CUDAGraph | Part
+    template: Template
+    replay: Callable[[], None]  # launches it as it is
+    direct: bool  # the graph draws no random numbers, so the driver can launch it without torch
 
 
 def upload(graph: Any) -> None:

@@ -19,7 +19,7 @@ Note [A relaunch]
    a tensor. It is freed right after the launch: the next user of the memory comes later on that stream. Saved outputs
    are views of a slab and of a few chunks; each lives as long as one of its views.
 4. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
-5. A graph that draws no random numbers is launched by the driver (`executable.direct`); other graphs by torch's
+5. A graph that draws no random numbers is launched by the driver (`Executable.direct`); other graphs by torch's
    `replay`, which advances the generators first.
 """
 
@@ -30,6 +30,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._dynamo.utils import counters
 
+from torch_overlay._inductor.relaunch.launch.executable import call_maker, emptied, implementation, rebuild_of
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Empty,
     Given,
@@ -49,9 +50,8 @@ if TYPE_CHECKING:
     import torch
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
-    from torch_overlay._inductor.relaunch.launch.executable import Launcher
+    from torch_overlay._inductor.relaunch.launch.executable import Executable
     from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout
-    from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
 # As in the C source.
@@ -64,12 +64,13 @@ class Misaligned(Exception):
 
 
 def bind(relaunch: Relaunch) -> Any:
-    layout, device, launcher = relaunch.layout, relaunch.device, relaunch.launcher
+    layout, device, template = relaunch.layout, relaunch.device, relaunch.template
+    make_call = call_maker(implementation(), relaunch.graph.raw_cuda_graph_exec(), template, relaunch.rebuild)
     typed: dict[tuple[int, torch.dtype], int] = {}
     recipes = [_recipe(relaunch, i, recipe, typed) for i, recipe in enumerate(layout.recipes)]
-    expressions = [slot.expression for slot in relaunch.template.numbers]
+    expressions = [slot.expression for slot in template.numbers]
     stream, alloc, release = device.functions
-    return launcher.make_call(
+    return make_call(
         inputs=masks_of(layout, relaunch.alignments),
         allocations=tuple(map(layout.allocation, range(len(layout.storages)))),
         typed=tuple(typed),
@@ -79,8 +80,8 @@ def bind(relaunch: Relaunch) -> Any:
         recipes=tuple(recipes),
         empty=device.empty,
         reinterpret=reinterpret,
-        replay=launcher.replay,
-        direct=launcher.direct,
+        replay=relaunch.replay,
+        direct=relaunch.direct,
         raw=(device.raw_alloc, device.raw_delete, alloc, release),
         device=(device.index, device.current, device.stream_of, stream),
         misaligned=Misaligned,
@@ -139,10 +140,13 @@ class Relaunch:
         self,
         device: Cuda,
         layout: OutputLayout,
-        launcher: Launcher,
+        executable: Executable,
         alignments: Sequence[int],
     ) -> None:
-        self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments
+        self.device, self.layout, self.alignments = device, layout, alignments
+        self.graph, self.template, self.replay, self.direct = executable
+        self.nodes = len(self.template.nodes)
+        self.rebuild = rebuild_of(self.graph, self.template)
         self.call = bind(self)
         self.launch, self.try_launch = self.call.launch, self.call.try_launch
         live_relaunches.add(self)
@@ -151,13 +155,9 @@ class Relaunch:
     def stages(self) -> Sequence[Relaunch]:
         return (self,)
 
-    @property
-    def template(self) -> Template:
-        return self.launcher.template
-
     def forget(self) -> None:
         """Drop what no launch needs."""
-        self.launcher.forget()
+        self.template = emptied(self.template)
 
     @property
     def totals(self) -> tuple[int, int]:

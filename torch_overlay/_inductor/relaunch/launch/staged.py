@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
-    from torch_overlay._inductor.relaunch.launch.executable import Launcher
+    from torch_overlay._inductor.relaunch.launch.executable import Executable
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
     from torch_overlay._inductor.relaunch.verify import Launchable
 
@@ -33,7 +33,7 @@ class Split:
         self,
         device: Cuda,
         arrangement: Arrangement,
-        launchers: Sequence[Launcher],
+        executables: Sequence[Executable],
         alignments: Sequence[int],
     ) -> None:
         self.device, self.layout, self.template = device, arrangement.layout, arrangement.template
@@ -41,9 +41,9 @@ class Split:
         regions = frozenset(layout.inputs)
         self.steps = []
         self.stages: list[Relaunch] = []
-        for stage, launcher in zip(arrangement.stages, launchers, strict=True):
+        for stage, executable in zip(arrangement.stages, executables, strict=True):
             aligned = [alignments[slot] if slot in regions else 1 for slot in stage.takes]
-            relaunch = Relaunch(device, stage.layout, launcher, aligned)
+            relaunch = Relaunch(device, stage.layout, executable, aligned)
             self.stages.append(relaunch)
             self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))
         self.masks = masks_of(layout, alignments)
@@ -99,14 +99,7 @@ class Graph(NamedTuple):
     scratch: int
 
 
-def launches_of(relaunch: Launchable | None) -> int:
-    """Return how many calls a graph has run; 0 if there is none."""
-    if relaunch is None:
-        return 0
-    return sum(stage.totals[0] for stage in relaunch.stages) // len(relaunch.stages)
-
-
 def graph_of(relaunch: Launchable) -> Graph:
     stages = relaunch.stages
-    nodes = sum(stage.launcher.nodes for stage in stages)
+    nodes = sum(stage.nodes for stage in stages)
     return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages))

@@ -16,8 +16,6 @@ Note [The largest first]
 The memory of one launch is allocated all at once, so it can be allocated in any order. The caching allocator takes the
 smallest block that is large enough, and splits it. Small allocations, if they came first, would split the blocks that
 alone are large enough for the large ones.
-
-Makes a call's outputs from its inputs and the memory that was allocated for it, as a layout says.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ are expressions:
 
 A launch computes them in C, where integers have 64 bits, and an integer that becomes a float has at most 53. Numbers
 for which that is not enough are unfit: the region then runs as compiled.
-
-Expressions in the form that the C module runs (`csrc/numbers.c`).
 """
 
 from __future__ import annotations
@@ -146,8 +144,9 @@ LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 
 
 class RegisterProgram(NamedTuple):
-    """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
-    one for the result of each operation. The type of an input is 0 for integers and 1 for floats."""
+    """Expressions as `csrc/numbers.c` runs them: one list of operations on registers. First come those of the inputs,
+    then those of the constants, then one for the result of each operation. The type of an input is 0 for integers and 1
+    for floats."""
 
     inputs: tuple[tuple[int, int], ...]  # (position, type)
     constants: tuple[Any, ...]

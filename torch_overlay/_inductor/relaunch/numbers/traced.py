@@ -4,7 +4,7 @@ A traced number is no int and no float. Where code needs the plain value, to dec
 asks for it by one of Python's special methods, and `NumberEscaped` is raised: what happens then is no expression of the
 number. So nothing uses a traced number unnoticed.
 
-Where decisions are noted (`deciding`), an integer may be compared: the outcome becomes an expression that is unfit for
+Where `decisions` are noted, an integer may be compared: the outcome becomes an expression that is unfit for
 numbers with another outcome.
 
 A `followed` number is a traced one that is an int or float as well. Where code needs the plain value, it gets it, and
@@ -19,11 +19,9 @@ the values of the first there (`settled`), so that the proof of the pointers fin
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
-import threading
 from typing import Any, NoReturn, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.numbers.expressions import (
@@ -37,10 +35,11 @@ from torch_overlay._inductor.relaunch.numbers.expressions import (
     Unfit,
 )
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
+from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
@@ -56,21 +55,8 @@ class NumberEscaped(Exception):
         self.positions = positions
 
 
-class _Thread(threading.local):
-    decisions: dict[Expression, None] | None = None
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def deciding(decisions: dict[Expression, None]) -> Iterator[None]:
-    """Let this thread's code compare traced integers, and note the outcomes."""
-    before, _thread.decisions = _thread.decisions, decisions
-    try:
-        yield
-    finally:
-        _thread.decisions = before
+# Where the outcomes are noted of comparisons of traced integers; None: the thread's code may not compare them.
+decisions: ThreadValue[dict[Expression, None] | None] = ThreadValue(None)
 
 
 class Traced:
@@ -173,13 +159,13 @@ def _larger(a: Any, b: Any) -> Any:
 def decide(name: str, number: Any) -> None:
     """Note that launches are for numbers with which this one is `name`: positive, nonzero or zero."""
     if isinstance(number, Traced):
-        assert _thread.decisions is not None
-        _thread.decisions[name, number.expression] = None
+        assert decisions.value is not None
+        decisions.value[name, number.expression] = None
 
 
 def _compare(asked: str, compare: Callable[[int, int], bool], self: Traced, other: Any = 0) -> bool:
     value = plain(other)
-    if _thread.decisions is None or type(self.value) is not int or type(value) is not int:
+    if decisions.value is None or type(self.value) is not int or type(value) is not int:
         self.escape(f"its value is asked for ({asked})")
     outcome, difference = compare(self.value, value), self - other
     if compare in (operator.eq, operator.ne):

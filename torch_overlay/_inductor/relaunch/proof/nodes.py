@@ -71,28 +71,35 @@ class FillNode:
         return ((0, self.dst.to_bytes(8, "little")),)
 
 
+class CopySide(NamedTuple):
+    """One end of a copy."""
+
+    address: int
+    pitch: int = 0
+    rows: int = 0  # of a plane
+    on_host: bool = False  # pinned memory, which keeps its address
+
+
 @dataclass(frozen=True)
 class CopyNode:
-    """A memcpy node from device to device. `dst` counts as parameter 0, `src` as parameter 1."""
+    """A memcpy node. The address of each side counts as a parameter: 0 of the destination, 1 of the source."""
 
     index: int
     handle: int
-    dst: int
-    src: int
+    sides: tuple[CopySide, CopySide]
     width: int  # bytes in a row
     height: int
     depth: int
-    dst_pitch: int
-    dst_height: int
-    src_pitch: int
-    src_height: int
     name: str = "memcpy"
-    dst_on_host: bool = False  # pinned memory, which keeps its address
-    src_on_host: bool = False
 
     @property
     def parameters(self) -> tuple[tuple[int, bytes], ...]:
-        return (0, self.dst.to_bytes(8, "little")), (8, self.src.to_bytes(8, "little"))
+        return tuple([(8 * i, side.address.to_bytes(8, "little")) for i, side in enumerate(self.sides)])
+
+    @property
+    def strides(self) -> tuple[tuple[Any, ...], ...]:
+        """Return all of the sides but their addresses."""
+        return tuple([side[1:] for side in self.sides])
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,9 @@ def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Containe
 # The fields that must be equal in two captures of a node, besides the name.
 _SHAPES = {
     kind: tuple(
-        f.name for f in dataclasses.fields(kind) if f.name not in ("handle", "name", "dst", "src", "parameters")
+        f.name if f.name != "sides" else "strides"
+        for f in dataclasses.fields(kind)
+        if f.name not in ("handle", "name", "dst", "parameters")
     )
     for kind in (KernelNode, FillNode, CopyNode, EmptyNode)
 }

@@ -28,8 +28,6 @@ constant, and all that reads them moves, or is on the device and may read a numb
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -38,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch_overlay._functorch.streams.ids import written_index
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._inductor.user_lines import source_line, trace_near
+from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
@@ -85,25 +84,7 @@ class Rewrites(NamedTuple):
         return tuple([kind for kind, _ in self.made]), tuple(map(tuple, self.resident))
 
 
-class _Current(threading.local):
-    rewrites = Rewrites()
-
-
-_current = _Current()
-
-
-def current() -> Rewrites:
-    """Return the rewrites of the graph that is being compiled."""
-    return _current.rewrites
-
-
-@contextlib.contextmanager
-def compiling(rewrites: Rewrites) -> Iterator[None]:
-    before, _current.rewrites = _current.rewrites, rewrites
-    try:
-        yield
-    finally:
-        _current.rewrites = before
+current = ThreadValue(Rewrites())  # of the graph that is being compiled
 
 
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], donated: Sequence[int] = ()) -> tuple[Rewrites, list[Any]]:

@@ -2,8 +2,6 @@
 
 A copy goes through pinned memory and doesn't block the host. The caching host allocator reuses pinned memory when the
 copy from it is done.
-
-Has rewritten graphs compiled, and has their code called with the inputs that they were rewritten to take.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch_overlay import config
 from torch_overlay._functorch.streams.ids import index_now
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
-from torch_overlay._inductor.relaunch.rewrites.graph import compiling, LARGEST, rewrite
+from torch_overlay._inductor.relaunch.rewrites.graph import current, LARGEST, rewrite
 
 
 if TYPE_CHECKING:
@@ -153,7 +151,7 @@ def rewritten(gm: GraphModule, example_inputs: Sequence[Any], is_backward: bool)
 
     donated = get_donated_idxs() if is_backward else None  # the code may use their memory for something else
     found, inputs = rewrite(gm, example_inputs, donated or ())
-    with compiling(found):
+    with current.within(found):
         yield inputs
 
 

@@ -1,13 +1,15 @@
 """`_inductor.relaunch.memory.outputs`: results have the type and strides of the region's."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from torch_overlay._inductor.relaunch.launch.executable import call_maker
+from torch_overlay._inductor.relaunch.launch import relaunch
+from torch_overlay._inductor.relaunch.launch.executable import Executable
 from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
@@ -39,9 +41,9 @@ class TestOutputs(TestCase):
         layout, template = OutputLayout((), tuple(storages), tuple(recipes), ()), Template(0, (), ())
         device = SimpleNamespace(empty=self.empty, index=0, current=int, stream_of=lambda index: 0)
         device.functions, device.raw_alloc, device.raw_delete = (0, 0, 0), None, None
-        make_call = call_maker(relaunch_driver.module(), 0, template)
-        launcher = SimpleNamespace(make_call=make_call, template=template, replay=lambda: None, direct=False)
-        return Relaunch(device, layout, launcher, ())
+        graph = SimpleNamespace(raw_cuda_graph_exec=lambda: 0)
+        with mock.patch.object(relaunch, "implementation", relaunch_driver.module):
+            return Relaunch(device, layout, Executable(graph, template, lambda: None, direct=False), ())
 
     def make(self, recipes, storages=(), inputs=()):
         """Return the outputs and the storages of a call."""
