@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
+from torch._inductor.virtualized import V
 
 from torch_overlay._inductor.notes import WrapperNotes
 
@@ -35,8 +36,7 @@ class BeginRegion(upstream.WrapperLine):
     emitter: RegionNames
 
     def codegen(self, code: IndentedBuffer) -> None:
-        for line in self.emitter.prologue():
-            code.writeline(line)
+        self.emitter.write_prologue(code)
 
 
 @dataclasses.dataclass
@@ -44,8 +44,7 @@ class EndRegion(upstream.WrapperLine):
     emitter: RegionNames
 
     def codegen(self, code: IndentedBuffer) -> None:
-        for line in self.emitter.epilogue():
-            code.writeline(line)
+        self.emitter.write_epilogue(code)
 
 
 @dataclasses.dataclass
@@ -90,12 +89,27 @@ class PlacedKernelCall(upstream.WrapperLine):
     raw_stream: str
 
     def codegen(self, code: IndentedBuffer) -> None:
-        notes = WrapperNotes.of(self.line.wrapper)
+        wrapper = self.line.wrapper
+        notes, written = WrapperNotes.of(wrapper), _lines_of_aot(wrapper)
+        first = len(written)
         notes.raw_stream = self.raw_stream
         try:
-            self.line.codegen(code)
+            line = dataclasses.replace(self.line, current_stream_idx=None) if V.graph.cpp_wrapper else self.line
+            line.codegen(code)
         finally:
             notes.raw_stream = None
+        # Upstream's AOTInductor launches the kernels of all streams on the caller's.
+        written[first:] = [
+            line.replace(", stream, kernels, ", f", {self.raw_stream}, kernels, ") if isinstance(line, str) else line
+            for line in written[first:]
+        ]
+
+
+def _lines_of_aot(wrapper: Any) -> list[Any]:
+    """Return the lines of AOTInductor's code that are written so far; with a different wrapper there are none."""
+    if not V.graph.aot_mode:
+        return []
+    return wrapper.wrapper_call.aot._lines if V.graph.is_dual_wrapper_mode else wrapper.wrapper_call._lines
 
 
 def has_streams(wrapper: Any) -> bool:
