@@ -18,7 +18,7 @@ inline bool is_capturing(CUstream stream) {
 class Context {
   public:
     explicit Context(int device) {
-        static std::vector<CUcontext> contexts(64, nullptr); /* a primary context stays the same */
+        static thread_local std::vector<CUcontext> contexts(64, nullptr); /* a primary context stays the same */
         CUcontext now = nullptr, &mine = contexts.at(device);
         if (!mine) {
             CUdevice handle = 0;
@@ -99,13 +99,16 @@ class Frame {
     void wait_exit(int event, CUstream stream) {
         bool joins = is_captured && !is_capturing(stream);
         wait(event, stream);
-        if (!joins) return;
-        CUevent back = nullptr;
-        CUDA_DRIVER_CHECK(cuEventCreate(&back, CU_EVENT_DISABLE_TIMING));
-        CUresult recorded = cuEventRecord(back, stream);
-        CUresult waited = recorded == CUDA_SUCCESS ? cuStreamWaitEvent(caller, back, 0) : recorded;
-        cuEventDestroy(back);
-        CUDA_DRIVER_CHECK(waited);
+        if (joins) wait_stream(caller, stream);
+    }
+
+    void wait_stream(CUstream stream, CUstream other) {
+        CUevent event = nullptr;
+        CUDA_DRIVER_CHECK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+        CUresult code = cuEventRecord(event, other);
+        if (code == CUDA_SUCCESS) code = cuStreamWaitEvent(stream, event, 0);
+        cuEventDestroy(event);
+        CUDA_DRIVER_CHECK(code);
     }
 
     void synchronize(int event) { CUDA_DRIVER_CHECK(cuEventSynchronize(set[event].handle)); }

@@ -120,6 +120,9 @@ class CppRegionEmitter(RegionEmitter):
             nested.add(node.node.subgraph.name)
         super().before(node)
 
+    def range_of(self, node: BaseSchedulerNode, stream: int) -> str:
+        return ""  # the functions are Python's
+
     # -- names and declarations
 
     def require(self, statement: str) -> None:
@@ -171,9 +174,10 @@ class CppRegionEmitter(RegionEmitter):
         self.write(f'region{self.number}.use_event({number}, "{method}", {places[0]})')
 
     def write_stream_method(self, stream: int, method: str, *streams: int) -> None:
-        if method != "synchronize":
-            self.refuse(f"{method} of a stream", self.node)
-        self.write(f"CUDA_DRIVER_CHECK(cuStreamSynchronize({self.stream(stream)}))")
+        if method == "synchronize":
+            self.write(f"CUDA_DRIVER_CHECK(cuStreamSynchronize({self.stream(stream)}))")
+        else:
+            self.write(f"{self.frame}.{method}({', '.join(map(self.stream, (stream, *streams)))})")
 
     def record_stream(self, name: str, stream: int) -> None:
         self.include(RECORD_STREAM)

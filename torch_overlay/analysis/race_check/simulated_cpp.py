@@ -211,6 +211,9 @@ class CppModule(Module):
     def on_clone_preserve_strides(self, tensor: torch.Tensor, address: int) -> None:
         self.store(address, tensor.clone())
 
+    def on_item_int64(self, value: int, address: int) -> None:
+        ctypes.c_int64.from_address(address).value = value
+
     def on_scalar(self, value: float) -> int:
         return self.keep(value)
 
