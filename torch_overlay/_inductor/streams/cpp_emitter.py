@@ -33,6 +33,7 @@ from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.plan import HOST
 from torch_overlay._inductor.streams.region_spec import OperationKind
+from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
 from torch_overlay._inductor.user_lines import source_line
 
 
@@ -40,12 +41,29 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+    from torch._inductor.utils import IndentedBuffer
 
     from torch_overlay._inductor.streams.planned_region import PlannedRegion
     from torch_overlay._inductor.streams.region_spec import RegionSpec
 
+_LOOKED_UP = "device", "streams", "distinct", "waits_again", "records_again"  # by Python
 RUNTIME = "generated_region.h"
 RECORD_STREAM = "generated_record_stream.h"  # has headers of ATen, which take long to compile
+
+
+@dataclasses.dataclass
+class CppKernelCall(PlacedKernelCall):
+    def codegen(self, code: IndentedBuffer) -> None:
+        wrapper: Any = self.line.wrapper
+        calls = wrapper.wrapper_call
+        written = (calls.aot if V.graph.is_dual_wrapper_mode else calls)._lines
+        first = len(written)
+        self.line = dataclasses.replace(self.line, current_stream_idx=None)  # upstream's number of the stream
+        super().codegen(code)
+        # Upstream's AOTInductor launches the kernels of all streams on the caller's.
+        for i, line in enumerate(written[first:], first):
+            if isinstance(line, str):
+                written[i] = line.replace(", stream, kernels, ", f", {self.raw_stream}, kernels, ")
 
 
 class CppAlignedInputs(AlignedInputs):
@@ -92,6 +110,7 @@ class CppRegionEmitter(RegionEmitter):
     """Writes one plan into the lines of a C++ wrapper."""
 
     aligned_inputs = CppAlignedInputs
+    kernel_call = CppKernelCall
     may_fold = False
     restores_streams = False  # the guard does
 
@@ -191,17 +210,13 @@ class CppRegionEmitter(RegionEmitter):
     # -- the definition
 
     def write_definition(self, spec: RegionSpec) -> None:
-        header = self.root.header
-        fields = [
-            f
-            for f in dataclasses.fields(spec)
-            if f.name in ("device", "streams", "distinct", "waits_again", "records_again")
-        ]
-        text = ", ".join(f"{f.name}={getattr(spec, f.name)}" for f in fields)
-        if not V.graph.aot_mode or V.graph.is_dual_wrapper_mode:
-            header.writeline_jit(f'static torch_overlay::PythonRegion region{self.number}("{text}");')
-        header.writeline(f"static thread_local torch_overlay::Events events{self.number};")
         self.definition = spec
+        if V.graph.aot_mode:  # the code that tunes kernels for AOTInductor runs on the current stream
+            spec = dataclasses.replace(spec, streams=spec.streams[:1] * len(spec.streams), distinct=())
+        text = ", ".join(f"{name}={getattr(spec, name)}" for name in _LOOKED_UP)
+        header = self.root.header
+        header.writeline_jit(f'static torch_overlay::PythonRegion region{self.number}("{text}");')
+        header.writeline(f"static thread_local torch_overlay::Events events{self.number};")
 
     def write_prologue(self, code: Any) -> None:
         if not self.prologue():

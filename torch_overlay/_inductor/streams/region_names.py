@@ -28,6 +28,7 @@ from torch_overlay._functorch.streams.ids import (
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams.graph_facts import stream_devices
 from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec, ResultKind
+from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
 
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Definition:
 class RegionNames(Definition):
     """The definition of a planned region."""
 
+    kernel_call: type[PlacedKernelCall] = PlacedKernelCall
     restores_streams = True  # by a statement of its own
 
     def __init__(self, root: Any, region: PlannedRegion) -> None:
@@ -178,7 +180,7 @@ class RegionNames(Definition):
         known = stream_devices()
         devices |= {known[s] for s in self.plan.streams if s in known and callers_device(s) is None}
         # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
-        if V.graph.cpp_wrapper and not devices:  # a region of synchronisation alone
+        if not devices and V.graph.cpp_wrapper:  # a region of synchronisation alone
             devices.add(torch.accelerator.current_device_index())
         device: int | None = devices.pop() if len(devices) == 1 else None
         super().__init__(root, f"_region{number}", f"frame{number}", f"_{number}" if number else "", device)

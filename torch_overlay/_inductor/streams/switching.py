@@ -26,7 +26,6 @@ from torch_overlay._inductor.streams.wrapper_lines import (
     EndRegion,
     FinallyLine,
     OnStream,
-    PlacedKernelCall,
     StreamLine,
     SwitchLine,
     TryLine,
@@ -251,7 +250,7 @@ def switch_streams(lines: list[Any]) -> list[Any]:
             regions.pop()
         elif isinstance(line, upstream.KernelCallLine):
             if region.stream is not None and (line.triton or line.device.type in ("cuda", "xpu")):
-                line = PlacedKernelCall(line, region.emitter.raw_stream(region.stream))
+                line = region.emitter.kernel_call(line, region.emitter.raw_stream(region.stream))
         else:
             if (allocated := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
                 region.device = allocated.index

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
-from torch._inductor.virtualized import V
 
 from torch_overlay._inductor.notes import WrapperNotes
 
@@ -89,27 +88,12 @@ class PlacedKernelCall(upstream.WrapperLine):
     raw_stream: str
 
     def codegen(self, code: IndentedBuffer) -> None:
-        wrapper = self.line.wrapper
-        notes, written = WrapperNotes.of(wrapper), _lines_of_aot(wrapper)
-        first = len(written)
+        notes = WrapperNotes.of(self.line.wrapper)
         notes.raw_stream = self.raw_stream
         try:
-            line = dataclasses.replace(self.line, current_stream_idx=None) if V.graph.cpp_wrapper else self.line
-            line.codegen(code)
+            self.line.codegen(code)
         finally:
             notes.raw_stream = None
-        # Upstream's AOTInductor launches the kernels of all streams on the caller's.
-        written[first:] = [
-            line.replace(", stream, kernels, ", f", {self.raw_stream}, kernels, ") if isinstance(line, str) else line
-            for line in written[first:]
-        ]
-
-
-def _lines_of_aot(wrapper: Any) -> list[Any]:
-    """Return the lines of AOTInductor's code that are written so far; with a different wrapper there are none."""
-    if not V.graph.aot_mode:
-        return []
-    return wrapper.wrapper_call.aot._lines if V.graph.is_dual_wrapper_mode else wrapper.wrapper_call._lines
 
 
 def has_streams(wrapper: Any) -> bool:
