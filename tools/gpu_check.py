@@ -6,9 +6,10 @@
 Worker processes take one case after the other, so one that crashes or hangs costs its own case and no more. A case is
 a program, a mode of torch.compile, a variant and a seed, which draws the delays. Variants are `outside` (delays around
 the call), `inside` (operators that sleep between the program's own, too) and `folded` (small branches folded into the
-current stream, which is the default outside these tests). The table comes last, failures only; DIR gets the whole table
-(summary.txt), a JSON line per case (results.jsonl), and what the workers printed (worker-*.log). The exit status is 1
-if a case failed. With --stock the same programs run on PyTorch without the overlay.
+current stream, which is the default outside these tests). If asked for, `cpp` is `outside` with a C++ wrapper, which
+takes longer to compile; a program that C++ wrappers refuse is skipped, with the reason. The table comes last, failures
+only; DIR gets the whole table (summary.txt), a JSON line per case (results.jsonl), and what the workers printed
+(worker-*.log). The exit status is 1 if a case failed. With --stock the same programs run without the overlay.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import worker_pool  # noqa: E402
 
 
 VARIANTS = {"outside": (False, False), "inside": (True, False), "folded": (False, True)}  # name -> (sleeps, fold)
+CPP = "cpp"  # `outside`, with a C++ wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Case:
 
 def work(calls: int) -> None:
 
+    import torch._inductor.config as inductor_config
+
     import form  # pyrefly: ignore[missing-import]
     from stream_programs import by_name, gpu  # pyrefly: ignore[missing-import]
 
@@ -65,7 +69,8 @@ def work(calls: int) -> None:
         case = Case(**fields)
         status, reason = "ok", ""
         program = by_name(case.program)
-        sleeps, fold = VARIANTS[case.variant]
+        sleeps, fold = VARIANTS.get(case.variant, (False, False))
+        inductor_config.cpp_wrapper = case.variant == CPP
         try:
             if program.devices > gpu.devices():
                 status, reason = "skipped", f"needs {program.devices} GPUs"
@@ -79,6 +84,8 @@ def work(calls: int) -> None:
         except gpu.Mismatch as e:
             status, reason = "FAILED", str(e)
         except Exception as e:
+            if case.variant == CPP and "cpp_wrapper can't compile" in str(e):
+                return worker_pool.settle("skipped", str(e).partition("\n")[0])
             traceback.print_exc()
             status, reason = "ERROR", f"{type(e).__name__}: {e}".strip()
         return worker_pool.settle(status, reason)
@@ -106,7 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no case is started")
     parser.add_argument("--only", action="append", default=[], help="pattern of program names; may be repeated")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="of outside, inside, folded")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="of outside, inside, folded, cpp")
     parser.add_argument("--modes", default="default,reduce-overhead", help="of default, reduce-overhead")
     parser.add_argument("--stock", action="store_true", help="without the overlay")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -142,11 +142,11 @@ class TestAssignment(unittest.TestCase):
             with config.patch(streams=False, cudagraphs="off"):
                 assigned = "torch_overlay.config.{} was assigned".format
                 self.assertEqual(found(), [(False, assigned("streams")), (False, assigned("cudagraphs"))])
-            with torch._inductor.config.patch(cpp_wrapper=True):
+            with torch._inductor.config.patch(fx_wrapper=True):
                 (on, why), _ = found()
                 self.assertFalse(on)
-                self.assertIn("torch._inductor.config asks for a C++ or FX wrapper", why)
-        self.assertIn("but for AOTInductor", str(form.overlay.status()))
+                self.assertIn("torch._inductor.config asks for an FX wrapper", why)
+        self.assertIn("but for FX wrappers", str(form.overlay.status()))
 
     def test_status_of_a_value_that_no_option_takes(self) -> None:
         """Put there past the checks, or deleted."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Option of torch_overlay.config -> what it switches. The comment in config.py has the details.
 FEATURES = {
-    "streams": "user streams and events go through the compiler, but for AOTInductor, and C++ and FX wrappers",
+    "streams": "user streams and events go through the compiler, but for FX wrappers",
     "nvtx": "profiles name calls, graphs and side streams; profiler ranges stay in compiled stream programs",
     "fold_branches_below_us": "small branches on side streams run fused on the caller's stream",
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
@@ -127,7 +127,7 @@ def feature(installer: Installer, name: str) -> Feature:
         why = "default"
     on = bool(value) and value != "off"
     if name == "streams" and on and not handles_streams():
-        on, why = False, "torch._inductor.config asks for a C++ or FX wrapper: streams are upstream's there"
+        on, why = False, "torch._inductor.config asks for an FX wrapper: streams are upstream's there"
     return Feature(name, FEATURES[name], on, why, value)
 
 

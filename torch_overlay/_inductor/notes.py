@@ -54,6 +54,7 @@ class WrapperNotes(Notes):
     """Notes on what writes a generated module (`PythonWrapperCodegen`)."""
 
     regions: int = 0  # that are written already
+    included: set[str] = dataclasses.field(default_factory=set)  # headers in a C++ module
     raw_stream: str | None = None  # that the kernel call which is being written is launched on
 
 

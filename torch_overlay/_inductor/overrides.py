@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TYPE_CHECKING
+
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
 from torch_overlay._inductor.relaunch import hooks as relaunch
@@ -46,4 +49,10 @@ def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
         run_wrapper_ir_passes=codegen.run_wrapper_ir_passes,
         memory_plan_reuse=relaunch.memory_plan_reuse,
     )
+    if isinstance(wrapper, CppWrapperGpu):
+        fallback = codegen.generate_fallback_kernel_with_runtime_lookup
+        override(wrapper, generate_fallback_kernel_with_runtime_lookup=fallback)
     original(wrapper)
+    if isinstance(wrapper, CppWrapperGpu):  # whose own method the constructor has put into a cache
+        raw_stream = functools.partial(codegen.raw_stream_of_cpp, wrapper.write_get_raw_stream, wrapper)
+        wrapper.write_get_raw_stream = raw_stream

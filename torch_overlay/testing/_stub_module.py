@@ -127,4 +127,4 @@ def stub_module(graph: Any) -> Any:
     stub = types.SimpleNamespace(
         call=call, __file__=__file__, recursively_apply_fns=recursively_apply_fns, runner=runner
     )
-    return _execute[-1](code.value, stub) if _execute and not graph.cpp_wrapper else stub
+    return _execute[-1](code.value, stub) if _execute and not graph.aot_mode else stub

@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 from torch_overlay import config
 from torch_overlay._functorch.offload.checkpoint_policies import note_upstream_marks, OFFLOAD
 from torch_overlay._options import offload_settings
-from torch_overlay._stream_handling import handles_streams
+from torch_overlay._stream_handling import offloads
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def holds_memory_at_once() -> bool:
 def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
     """Offload saved activations to the host, if the configuration or a checkpoint policy asks for it."""
     wanted = offload_settings(config)
-    if not handles_streams():
+    if not offloads():
         if wanted is not None:
             log.warning("activation_offload has no effect on code with a C++ or FX wrapper")
         return
@@ -45,6 +45,6 @@ def enable_activation_offloading(
     original: Callable[..., None], forward: GraphModule, *args: Any, **kwargs: Any
 ) -> None:
     """Seam: mark the nodes in place of upstream's rewrite; the graphs are rewritten when they are placed on streams."""
-    if not (handles_streams() and torch._functorch.config.activation_offload_separate_stream):
+    if not (offloads() and torch._functorch.config.activation_offload_separate_stream):
         return original(forward, *args, **kwargs)
     return note_upstream_marks(forward.graph)

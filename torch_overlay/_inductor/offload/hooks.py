@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.offload.hooks import holds_memory_at_once
 from torch_overlay._inductor.offload.schedule import place_copies
-from torch_overlay._stream_handling import handles_streams
+from torch_overlay._stream_handling import offloads
 
 
 if TYPE_CHECKING:
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
-    if handles_streams():
+    if offloads():
         place_copies(scheduler, holds_memory_at_once())
     original(scheduler)

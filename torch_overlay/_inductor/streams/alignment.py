@@ -35,7 +35,7 @@ from torch_overlay._inductor.scheduler_nodes import owner_of, stream_operation, 
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
@@ -111,11 +111,15 @@ class AlignedInputs:
         self.named = named_inputs(emitter.scheduler) if checked else set()
         self.named.update(view.get_name() for view in shown_views().values())
         _assume_unaligned_views(emitter.scheduler, checked)
-        self.written = {name for name, i in checked.items() if i in graph.mutated_input_idxs}
+        self.written = self.handled(checked)
         if self.written:
             GraphNotes.of(graph).unchecked |= {checked[name] for name in self.written}
         self.due: list[str] = []  # inputs that the last node has written
         self.stream = 0  # stream of the last node
+
+    def handled(self, checked: Mapping[str, int]) -> set[str]:
+        """Return the inputs whose copies are written here; upstream writes those of the others."""
+        return {name for name, i in checked.items() if i in V.graph.mutated_input_idxs}
 
     def copy(self, copy_read: Callable[[Sequence[str], int], None], node: BaseSchedulerNode, number: int) -> None:
         """Write the copies of what a node reads and writes, before its lines. `number` is upstream's number of the
@@ -126,7 +130,7 @@ class AlignedInputs:
         if viewed := viewed_by_call(node.node):
             for name in self.wrapper._alignment_aligned_stream.keys() & viewed:
                 del self.wrapper._alignment_aligned_stream[name]
-                self.emitter.write(f"{name} = {name}_orig")
+                self.write_original(name)
             return
         real = self.emitter.scheduler.mutation_real_name
         reads = [real.get(d.name, d.name) for d in node.read_writes.reads if not isinstance(d, WeakDep)]
@@ -151,15 +155,45 @@ class AlignedInputs:
         wrapper._alignment_aligned_stream[name] = number
         if name not in wrapper._alignment_orig_saved:
             wrapper._alignment_orig_saved.add(name)
-            self.emitter.write(f"{name}_orig = {name}")
-        if not self.emitter.root.imports.contains(_RUNTIME):
-            self.emitter.root.imports.writeline(_RUNTIME)
+            self.write_name(name)
+        self.write_copy(name)
+
+    # -- statements
+
+    def original(self, name: str) -> str:
+        """Return the name of the caller's tensor, of which there may be a copy."""
+        return f"{name}_orig"
+
+    def write_name(self, name: str) -> None:
+        self.emitter.write(f"{name}_orig = {name}")
+
+    def write_copy(self, name: str) -> None:
+        self.emitter.require(_RUNTIME)
         self.write(f"{name} = aligned({name}_orig")
+
+    def write_original(self, name: str) -> None:
+        """Have the name stand for the caller's tensor from now on."""
+        self.emitter.write(f"{name} = {name}_orig")
+
+    def write_original_alone(self, name: str) -> None:
+        self.emitter.write(f"{name} = {name}_orig; del {name}_orig")
+
+    def write_leaving_copy(self, name: str) -> None:
+        """Write that the caller's stream uses a copy that the graph returns."""
+        caller = self.emitter.stream(CALLERS_STREAM)
+        self.emitter.write(f"if {name} is not {name}_orig: {name}.record_stream({caller})")
+
+    def shown(self, name: str) -> str:
+        """Return the name of the caller's tensor after the region."""
+        return self.original(name)
+
+    def write_copy_back(self, name: str) -> None:
+        self.write(f"if {name} is not {name}_orig: write_back({name}_orig, {name}")
 
     def write_back(self) -> None:
         """Copy what the last node has written into the caller's memory."""
         for name in self.due:
-            self.write(f"if {name} is not {name}_orig: write_back({name}_orig, {name}")
+            self.write_copy_back(name)
         self.due = []
 
     def write(self, call: str) -> None:
@@ -179,15 +213,14 @@ class AlignedInputs:
         returned, viewed = (set(), set()) if goes_on else returned_inputs()
         for name, number in list(wrapper._alignment_aligned_stream.items()):
             if number and name in viewed and name in wrapper._alignment_orig_saved:  # a side stream's memory leaves
-                caller = self.emitter.stream(CALLERS_STREAM)
-                self.emitter.write(f"if {name} is not {name}_orig: {name}.record_stream({caller})")
+                self.write_leaving_copy(name)
             if name in wrapper._alignment_orig_saved and (goes_on or name in returned):
                 del wrapper._alignment_aligned_stream[name]
                 wrapper._alignment_orig_saved.discard(name)
-                self.emitter.write(f"{name} = {name}_orig; del {name}_orig")
+                self.write_original_alone(name)
         for position, view in shown_views().items():
             if (name := view.get_name()) in wrapper._alignment_orig_saved:
-                callers = ir.InputBuffer(name=f"{name}_orig", layout=view.data.get_layout())
+                callers = ir.InputBuffer(name=self.shown(name), layout=view.data.get_layout())
                 V.graph.graph_outputs[position] = ir.ReinterpretView(data=ir.StorageBox(callers), layout=view.layout)
 
 

@@ -102,6 +102,18 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
         original(wrapper, node)
 
 
+def generate_fallback_kernel_with_runtime_lookup(
+    original: Callable[..., None], wrapper: Any, name: str, *args: Any, **kwargs: Any
+) -> None:
+    """Write a stream operation in C++, where upstream takes it for an operator without a function in C."""
+    emitter = active_region(V.graph.scheduler)
+    node: Any = V.graph.try_get_buffer(name)
+    if emitter is None or not emitter.write_stream_operation(node):
+        original(wrapper, name, *args, **kwargs)
+    elif V.extern_kernel_nodes:
+        V.extern_kernel_nodes.pop()  # as upstream does for those that it writes itself
+
+
 def codegen_deferred_alignment_copies(
     original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
 ) -> None:
@@ -120,8 +132,12 @@ def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> Non
 
 
 def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:
-    raw = WrapperNotes.of(wrapper).raw_stream
+    raw = None if V.graph.cpp_wrapper else WrapperNotes.of(wrapper).raw_stream  # C++ asks here for benchmarks alone
     return original(wrapper, device_idx, graph_name) if raw is None else raw
+
+
+def raw_stream_of_cpp(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:
+    return WrapperNotes.of(wrapper).raw_stream or original(device_idx, graph_name)
 
 
 def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> int:

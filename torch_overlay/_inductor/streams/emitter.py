@@ -54,16 +54,23 @@ _METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "sync
 class RegionEmitter(RegionNames):
     """Writes one plan into the lines of the wrapper that is being generated."""
 
+    aligned_inputs: type[AlignedInputs] = AlignedInputs
+    may_fold = True  # a call that finds the device idle may keep to one stream
+
     def __init__(self, scheduler: Scheduler, region: PlannedRegion) -> None:
         self.scheduler = scheduler
         self.wrapper: Any = V.graph.wrapper_code
         super().__init__(root_of(self.wrapper), region)
-        if self.device is not None and follows_one_stream_when_idle(region, config.fold_branches_below_us):
+        if (
+            self.may_fold
+            and self.device is not None
+            and follows_one_stream_when_idle(region, config.fold_branches_below_us)
+        ):
             self.keep_to_one_stream_when_idle()
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.node: BaseSchedulerNode | None = None  # the node whose lines are being written
-        self.aligned = AlignedInputs(self)
+        self.aligned = self.aligned_inputs(self)
 
     # -- records and waits
 
@@ -77,6 +84,13 @@ class RegionEmitter(RegionNames):
             self.write(f"{name}.synchronize()")
         else:
             self.write(self.if_multi_stream(f"{name}.{kind.method}({self.handle(stream)})"))
+
+    def write_object_method(self, number: int, method: str, *streams: int) -> None:
+        """Write a call of a method of an event of the caller."""
+        self.write(f"{self.object(number)}.{method}({', '.join(map(self.stream, streams))})")
+
+    def write_stream_method(self, stream: int, method: str, *streams: int) -> None:
+        self.write(f"{self.stream(stream)}.{method}({', '.join(map(self.stream, streams))})")
 
     def is_callers_state(self, event: Event) -> bool:
         """True if the event stands for what a side stream held when the region was entered: Note [Boundary events under
@@ -115,7 +129,7 @@ class RegionEmitter(RegionNames):
     def write_boundary_waits(self, position: int) -> None:
         for wait in self.plan.boundary_waits:
             if wait.before == position:
-                self.write(f"{self.object(wait.token.index)}.wait({self.stream(wait.stream)})")
+                self.write_object_method(wait.token.index, "wait", wait.stream)
 
     # -- the region's lines
 
@@ -233,23 +247,21 @@ class RegionEmitter(RegionNames):
         streams = [self.region.numbers.get(s, s) for s in node.constant_args]
         if kind in _METHODS_OF_EVENTS:
             number, streams = node.constant_args[0], streams[1:]
-            call = f"{self.object(number)}.{_METHODS_OF_EVENTS[kind]}"
             if kind == "record_event":
                 self.recorded[number, self.position(*streams)] = None
+            self.write_object_method(number, _METHODS_OF_EVENTS[kind], *streams)
         elif kind in _METHODS_OF_STREAMS:
-            call, streams = f"{self.stream(streams[0])}.{_METHODS_OF_STREAMS[kind]}", streams[1:]
+            self.write_stream_method(streams[0], _METHODS_OF_STREAMS[kind], *streams[1:])
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
             is_input = tensor in V.graph.graph_inputs
             if not is_input and inductor_config.triton.cudagraphs and results_are_in_pool():
                 return True  # the allocator doesn't hand it to others
             if tensor in self.wrapper._alignment_orig_saved:
-                tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
+                tensor = self.aligned.original(tensor)  # the caller's tensor, not the aligned copy of it
             self.record_stream(tensor, streams[-1])
-            return True
         else:
             return False
-        self.write(f"{call}({', '.join(map(self.stream, streams))})")
         return True
 
 

@@ -25,6 +25,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from torch_overlay._functorch.streams.fx import storage_node
 from torch_overlay._functorch.streams.memory import results_made
+from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ class AsyncCopy(ir.ExternKernel):
         if (layout.size, layout.stride, layout.offset) == (whole.size, whole.stride, whole.offset):
             return self.memory.codegen_reference()
         if layout.dtype != whole.dtype:  # a real part of complex memory
+            if V.graph.cpp_wrapper:
+                where = next(filter(None, (source_line(n.stack_trace or "") for n in self.origins)), "no line is known")
+                raise NotImplementedError(f"cpp_wrapper can't compile a copy into a part of complex memory, at {where}")
             write: Any = V.graph.wrapper_code.codegen_python_shape_tuple
             size, stride = write(layout.size), write(layout.stride)
             memory = f"torch.view_as_real({self.memory.codegen_reference()})"
@@ -98,7 +102,11 @@ class AsyncCopy(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         self.codegen_comment(wrapper)
-        wrapper.writeline(f"{self.destination()}.copy_({self.source.codegen_reference()}, True)")
+        target, source = self.destination(), self.source.codegen_reference()
+        if V.graph.cpp_wrapper:
+            wrapper.writeline(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_({target}, {source}, 1));")
+        else:
+            wrapper.writeline(f"{target}.copy_({source}, True)")
 
     def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
         used = super().get_free_symbol_uses(unbacked_only)

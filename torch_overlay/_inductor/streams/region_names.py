@@ -28,6 +28,7 @@ from torch_overlay._functorch.streams.ids import (
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams.graph_facts import stream_devices
 from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec, ResultKind
+from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
 
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ class Definition:
         self.results: dict[str, tuple[int, int]] = {}  # of the names that the lines of the region use
         self.entry: list[Operation] = []
         self.exit: list[Operation] = []
-        if not root.imports.contains(RUNTIME):
-            root.imports.writeline(RUNTIME)
+        self.require(RUNTIME)
+
+    def require(self, statement: str) -> None:
+        """Import what the lines of the region use."""
+        if not self.root.imports.contains(statement):
+            self.root.imports.writeline(statement)
 
     def position(self, stream: int) -> int:
         return self.streams.setdefault(stream, len(self.streams))
@@ -116,11 +121,11 @@ class Definition:
         return f"{self.frame}.leave()"
 
     def define(self, events: int, **fields: Any) -> None:
-        """Write the statement that defines the region into the generated module's header; empty fields are left
-        out.
-        """
+        self.write_definition(self.spec(events, **fields))
+
+    def spec(self, events: int, **fields: Any) -> RegionSpec:
         numbers = ((s, callers_device(s)) for s in self.streams)
-        spec = RegionSpec(
+        return RegionSpec(
             device=None if self.device is None else written_index(self.device),
             streams=tuple(s if device is None else of_device(written_index(device)) for s, device in numbers),
             events=events,
@@ -129,6 +134,11 @@ class Definition:
             results=tuple(self.results.values()),
             **fields,
         )
+
+    def write_definition(self, spec: RegionSpec) -> None:
+        """Write the statement that defines the region into the generated module's header; empty fields are left
+        out.
+        """
         streams = [self.named(s) for s in self.streams]
 
         def of_operations(operations: tuple[Operation, ...]) -> list[str]:
@@ -155,6 +165,9 @@ class Definition:
 class RegionNames(Definition):
     """The definition of a planned region."""
 
+    kernel_call: type[PlacedKernelCall] = PlacedKernelCall
+    restores_streams = True  # by a statement of its own
+
     def __init__(self, root: Any, region: PlannedRegion) -> None:
         self.region, self.plan = region, region.plan
         notes = WrapperNotes.of(root)
@@ -167,6 +180,8 @@ class RegionNames(Definition):
         known = stream_devices()
         devices |= {known[s] for s in self.plan.streams if s in known and callers_device(s) is None}
         # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
+        if not devices and V.graph.cpp_wrapper:  # a region of synchronisation alone
+            devices.add(torch.accelerator.current_device_index())
         device: int | None = devices.pop() if len(devices) == 1 else None
         super().__init__(root, f"_region{number}", f"frame{number}", f"_{number}" if number else "", device)
         if device is not None:
@@ -235,3 +250,17 @@ class RegionNames(Definition):
 
     def epilogue(self) -> list[str]:
         return [] if self.is_idle else [self.leave()]
+
+    def write_prologue(self, code: Any) -> None:
+        for line in self.prologue():
+            code.writeline(line)
+
+    def write_epilogue(self, code: Any) -> None:
+        for line in self.epilogue():
+            code.writeline(line)
+
+    # -- the current stream
+
+    def switch(self, stream: int, is_guarded: bool) -> str:
+        """Return the statement that makes a stream the current one. Without a guard the device must stay as it is."""
+        return self.if_multi_stream(f"{'set_stream' if is_guarded else 'restore_stream'}({self.stream(stream)})")

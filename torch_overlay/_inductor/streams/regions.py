@@ -23,6 +23,7 @@ from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import owner_of
+from torch_overlay._inductor.streams.cpp_emitter import CppRegionEmitter
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.planned_region import plan_region, PlannedRegion
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream
@@ -42,7 +43,7 @@ def planned(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterato
     known = _known_at_entry(scheduler)
     region = plan_region(scheduler, nodes, _is_enclosed(), known)
     _note_known(scheduler, known, region)
-    emitter = RegionEmitter(scheduler, region)
+    emitter = (CppRegionEmitter if V.graph.cpp_wrapper else RegionEmitter)(scheduler, region)
     # A buffer that an earlier region allocated remains its stream's memory.
     notes = ScheduleNotes.of(scheduler)
     notes.memory = {**region.plan.memory, **(notes.memory or {})}

@@ -246,6 +246,31 @@ class Region:
         return region.enter()
 
 
+class CppRegion:
+    """The streams of a region of a C++ wrapper, and the caller's events that it uses, which are objects of Python.
+    `spec`: the fields of a `RegionSpec`, as text.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.spec: RegionSpec = eval(f"RegionSpec({spec})")
+
+    def enter(self) -> tuple[int, ...]:
+        """Return the raw handle of each stream, and whether two of them are one."""
+        spec = self.spec
+        raw = [find_stream(stream).cuda_stream for stream in spec.streams]
+        is_aliased = len({raw[i] for i in spec.distinct}) < len(spec.distinct)
+        if is_aliased:
+            order_aliased(spec, True)
+        return *raw, is_aliased
+
+    def leave(self) -> None:
+        order_aliased(self.spec, False)
+
+    def use_event(self, number: int, method: str, stream: int) -> None:
+        streams = [find_stream(self.spec.streams[stream])] if stream >= 0 else []
+        getattr(resolve(get_object(number)), method)(*streams)
+
+
 region = Region  # as generated code calls it
 
 

@@ -26,7 +26,6 @@ from torch_overlay._inductor.streams.wrapper_lines import (
     EndRegion,
     FinallyLine,
     OnStream,
-    PlacedKernelCall,
     StreamLine,
     SwitchLine,
     TryLine,
@@ -121,7 +120,9 @@ def needs(line: Any, stream: int | None, emitter: RegionNames) -> int | None:
         return None if _allocates_on(line) is None else emitter.plan.memory.get(line.node.get_name(), stream)
     if isinstance(line, (*_INDIFFERENT, StreamLine)):
         return None
-    if isinstance(line, str) and (line.startswith(("del ", "#", "assert")) or not line.strip()):
+    if isinstance(line, str) and (line.startswith(("del ", "#", "assert", "//")) or not line.strip()):
+        return None
+    if isinstance(line, str) and line.endswith(".reset();"):  # `del` in C++
         return None
     return stream
 
@@ -210,12 +211,11 @@ class _Region:
         if self.current.get(device, callers_stream_index(device)) == stream:
             return
         self.current[device] = stream
-        switch = "set_stream" if is_guarded else "restore_stream"  # without a guard the device must stay as it is
-        out.append(SwitchLine(self.emitter.if_multi_stream(f"{switch}({self.emitter.stream(stream)})")))
+        out.append(SwitchLine(self.emitter.switch(stream, is_guarded)))
 
     def restore(self, out: list[Any]) -> None:
         """Restore the caller's current streams at the region's end, also when a kernel raises."""
-        if not self.current:
+        if not self.current or not self.emitter.restores_streams:
             return
         streams = [self.emitter.stream(callers_stream_index(d)) for d in sorted(self.current, reverse=True)]
         tail = len(out)
@@ -250,7 +250,7 @@ def switch_streams(lines: list[Any]) -> list[Any]:
             regions.pop()
         elif isinstance(line, upstream.KernelCallLine):
             if region.stream is not None and (line.triton or line.device.type in ("cuda", "xpu")):
-                line = PlacedKernelCall(line, region.emitter.raw_stream(region.stream))
+                line = region.emitter.kernel_call(line, region.emitter.raw_stream(region.stream))
         else:
             if (allocated := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
                 region.device = allocated.index

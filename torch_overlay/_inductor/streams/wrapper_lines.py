@@ -35,8 +35,7 @@ class BeginRegion(upstream.WrapperLine):
     emitter: RegionNames
 
     def codegen(self, code: IndentedBuffer) -> None:
-        for line in self.emitter.prologue():
-            code.writeline(line)
+        self.emitter.write_prologue(code)
 
 
 @dataclasses.dataclass
@@ -44,8 +43,7 @@ class EndRegion(upstream.WrapperLine):
     emitter: RegionNames
 
     def codegen(self, code: IndentedBuffer) -> None:
-        for line in self.emitter.epilogue():
-            code.writeline(line)
+        self.emitter.write_epilogue(code)
 
 
 @dataclasses.dataclass

@@ -101,7 +101,7 @@ def check(
         raise ValueError(f"check: calls must be at least 1, got {calls}")
     if not handles_streams():
         raise ValueError(
-            "check: needs torch_overlay.config.streams = True, and no C++ or FX wrapper (torch._inductor.config): of "
+            "check: needs torch_overlay.config.streams = True, and no FX wrapper (torch._inductor.config): of "
             "upstream's handling it sees no waits"
         )
     with simulated_gpu(devices) as gpu:

@@ -141,7 +141,7 @@ def assemble(
     return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)
 
 
-_ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(")
+_ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(|torch_overlay::align\(\w+, \w+_orig, stream")
 
 
 _BOUNDARY = re.compile(r": wait_(entry|exit) ")

@@ -115,12 +115,15 @@ class SimulatedDevice:
 
     def __enter__(self) -> SimulatedDevice:
         from torch_overlay.analysis.race_check.simulated_backward import engine
+        from torch_overlay.analysis.race_check.simulated_cpp import module_type
         from torch_overlay.analysis.race_check.simulated_module import execute, runtime
 
         assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.listening())
-            stack.enter_context(_stub_module.executed_by(lambda text, stub: execute(self, text, stub)))
+            stack.enter_context(
+                _stub_module.executed_by(lambda text, stub: execute(self, text, stub, module_type(text)))
+            )
             stack.enter_context(runtime(self))
             stack.enter_context(engine(self))
             self._stack = stack.pop_all()

@@ -94,9 +94,9 @@ def _carried(lines: Sequence[str], module: Module) -> Sequence[str]:
     return found
 
 
-def execute(device: SimulatedDevice, text: str, stub: Any) -> Any:
+def execute(device: SimulatedDevice, text: str, stub: Any, module_type: type[Module] = Module) -> Any:
     """Return the module that Inductor gets in place of a stub."""
-    module = Module(device, text, len(device.modules))
+    module = module_type(device, text, len(device.modules))
     device.modules.append(module)
 
     def recursively_apply_fns(fns: Sequence[Callable[[Any], Any]]) -> None:

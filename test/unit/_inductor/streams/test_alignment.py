@@ -12,6 +12,7 @@ from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams.alignment import AlignedInputs, left_to_runtime, named_inputs, returned_inputs
 from torch_overlay._inductor.streams.planned_region import plan_region
+from torch_overlay._inductor.streams.region_names import RegionNames
 
 
 aten, streams = torch.ops.aten, torch.ops.streams
@@ -29,6 +30,7 @@ class Emitter:
         return f"stream{stream}"
 
     stream_of_call = stream
+    require = RegionNames.require
 
     def write(self, text):
         self.lines.append(text)

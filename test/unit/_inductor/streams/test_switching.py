@@ -16,6 +16,7 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.plan import Plan
+from torch_overlay._inductor.streams.region_names import RegionNames
 from torch_overlay._inductor.streams.switching import (
     needs,
     RANGE_CALLS,
@@ -48,6 +49,10 @@ class Emitter:
 
     def epilogue(self):
         return ["leave()"]
+
+    kernel_call, restores_streams = RegionNames.kernel_call, True
+    write_prologue, write_epilogue = RegionNames.write_prologue, RegionNames.write_epilogue
+    switch = RegionNames.switch
 
     def stream(self, stream):
         return f"stream{stream}"

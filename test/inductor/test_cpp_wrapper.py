@@ -1,0 +1,205 @@
+"""C++ wrappers and AOTInductor of programs with streams: the plan of the Python wrapper, written as C++.
+
+`TestChecked` compiles the generated C++ against stand-ins and checks what it does, as `check` does with Python's text.
+`TestText` compiles the same text with PyTorch's own headers, and `TestAotInductor` reads the text of a package.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import corpus
+import other_wrappers
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+import form
+from stream_programs import by_name, PROGRAMS
+from torch_overlay.analysis.race_check.checking import check
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+CPP = {"cpp_wrapper": True}
+
+
+def is_refused(name: str) -> bool:
+    """True for a program that may be refused: on several devices, or with nested regions, called more than once."""
+    return by_name(name).devices > 1 or "device" in name or "region" in name
+
+
+@instantiate_parametrized_tests
+class TestChecked(TestCase):
+    @parametrize("name", form.sampled([p.name for p in PROGRAMS], 12))
+    def test_programs_are_ordered_as_in_eager(self, name: str) -> None:
+        try:
+            with inductor_config.patch(CPP):
+                report = corpus.check_program(by_name(name))
+        except Exception as error:
+            if is_refused(name) and re.search(r"cpp_wrapper can't compile .*, at /.*:\d+: ", str(error)):
+                return
+            if "simulated" in str(error):  # a call that the stand-ins lack
+                self.skipTest(str(error))
+            raise
+        self.assertEqual(corpus.findings(report), [])
+
+    def checked(self, *args: Any, **kwargs: Any) -> Any:
+        with simulated_gpu():
+            side = torch.cuda.Stream()
+            x = torch.empty(64, 64, device="cuda", requires_grad=kwargs.get("backward", False))
+            return check(corpus.forked(side), x, x, options=CPP, fullgraph=True, **kwargs)
+
+    def test_a_backward(self) -> None:
+        self.assertTrue(self.checked(backward=True).ok)
+
+    def test_a_wait_that_is_missing_is_found(self) -> None:
+        report = self.checked(rewrite=lambda text: re.sub(r"frame0\.wait\(1, stream0_raw\);", "", text))
+        self.assertIn("must wait", str(report))
+
+    def test_a_launch_on_a_wrong_stream_is_found(self) -> None:
+        report = self.checked(
+            rewrite=lambda text: re.sub(r"(call_triton\w+\(.*), stream1_raw\);", r"\1, stream0_raw);", text)
+        )
+        self.assertIn("RAW", str(report))
+
+
+class TestText(TestCase):
+    @functools.cached_property
+    def text(self) -> str:
+        with simulated_gpu():
+            x = torch.empty(64, 64, device="cuda")
+            (text,) = compile_only(corpus.forked(torch.cuda.Stream()), x, x, options=CPP).wrappers
+        return text
+
+    def body(self) -> list[str]:
+        body = self.text.partition("void inductor_entry_impl(")[2].partition("} // inductor_entry_impl")[0]
+        return [line.strip() for line in body.splitlines() if re.search("frame0|guard0|region0|align|call_|_out", line)]
+
+    def test_the_plan_is_written_between_the_calls(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(self.body()),
+            """\
+const bool is_aliased0 = region0.enter(streams0, 2);
+torch_overlay::Frame frame0(events0, device0, 2, stream0_raw);
+std::optional<torch_overlay::AOTICudaStreamGuard> guard0;
+frame0.record(0, stream0_raw);
+frame0.wait(0, stream1_raw);
+torch_overlay::align(arg0_1, arg0_1_orig, stream1_raw, device0);
+guard0.emplace(stream1_raw, device0);
+AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(buf0, arg0_1, arg0_1));
+torch_overlay::align(arg0_1, arg0_1_orig, stream0_raw, device0);
+guard0.reset();
+AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(buf1, arg0_1, arg0_1));
+call_triton_poi_fused_relu_0(buf2, 4096L, 0, stream1_raw);
+frame0.record(1, stream1_raw);
+call_triton_poi_fused_sin_1(buf3, 4096L, 0, stream0_raw);
+frame0.wait(1, stream0_raw);
+AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(buf4, buf2, buf3));
+guard0.reset();
+region0.leave(is_aliased0);""",
+        )
+
+    @form.slow
+    def test_it_compiles_with_the_headers_of_torch(self) -> None:
+        source = self.text.partition('cpp_wrapper_src = (\nr"""')[2].partition('"""\n)')[0]
+        torch_folder, cuda = Path(torch.__file__).parent, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+        if not (cuda / "include/cuda.h").exists():
+            self.skipTest("no headers of CUDA")
+        folders = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", cuda / "include"]
+        includes = [f"-I{folder}" for folder in (*folders, sysconfig.get_path("include"))]
+        command = ["g++", "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", *includes, "-x", "c++", "-"]
+        made = subprocess.run(command, input=source, capture_output=True, text=True)
+        self.assertEqual(made.returncode, 0, made.stderr[:3000])
+
+
+class Waits(torch.nn.Module):
+    """A branch that is forked and joined by `wait_stream`, which upstream's AOTInductor refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return corpus.forked(self.side)(x, x)
+
+
+class NeverJoined(torch.nn.Module):
+    """A side stream that waits for nothing, and that nothing waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self.side):
+            y = (x * 2).sum(0)
+        return y
+
+
+class WaitsForTheCaller(torch.nn.Module):
+    """It waits for an event that somebody else records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.begun = torch.cuda.Stream(), torch.cuda.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.wait(self.side)
+        with torch.cuda.stream(self.side):
+            y = (x * 2).sum(0)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return y
+
+
+class TestAotInductor(TestCase):
+    def statements(self, model: type[torch.nn.Module]) -> list[str]:
+        text = other_wrappers.aot_inductor(model)
+        body = text.partition("::run_impl(\n")[2].partition("} // AOTInductorModel::run_impl")[0]
+        found = []
+        for line in map(str.strip, body.splitlines()):
+            if call := re.match(r"(?:frame0\.(\w+)|call_(triton\w+))\((.*)\);", line):
+                streams = re.findall(r"stream\w*(?=[,)]|$)", call[3])
+                found.append(" ".join([call[1] or "launch", *streams]))
+        return found
+
+    def test_streams_are_forked_and_joined_by_wait_stream(self) -> None:
+        self.assertEqual(
+            self.statements(Waits),
+            [
+                "record stream0_raw",
+                "wait stream1_raw",
+                "launch stream1_raw",
+                "record stream1_raw",
+                "launch stream0_raw",
+                "wait stream0_raw",
+            ],
+        )
+
+    def test_an_event_under_two_names_is_one(self) -> None:
+        self.assertEqual(
+            self.statements(other_wrappers.Branch),
+            [
+                "record stream0_raw",
+                "wait stream2_raw",
+                "launch stream2_raw",
+                "record stream2_raw",
+                "launch stream0_raw",
+                "wait stream0_raw",
+                "launch stream0_raw",
+            ],
+        )
+
+    def test_streams_that_nobody_knows_are_joined(self) -> None:
+        self.assertEqual(
+            self.statements(NeverJoined),
+            ["record stream0_raw", "wait stream1_raw", "launch stream1_raw", "record stream1_raw", "wait stream0_raw"],
+        )
+
+    def test_an_event_of_the_caller_is_refused_with_its_line(self) -> None:
+        with self.assertRaisesRegex(Exception, r"AOTInductor can't compile an event of the caller, at .*test_cpp_wr"):
+            self.statements(WaitsForTheCaller)
