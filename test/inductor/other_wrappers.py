@@ -83,8 +83,9 @@ def compiled(model: type[torch.nn.Module], options: dict[str, Any], backward: bo
 
 
 def everything() -> dict[str, str]:
+    made = {"AOTInductor": aot_inductor(Branch)}
     with torch._inductor.config.patch(fx_wrapper=True):
-        return {
+        return made | {
             "several streams": compiled(Branch, {}),
             "one stream": compiled(OneStream, {}),
             "a backward": compiled(OneStream, {}, backward=True),
