@@ -27,8 +27,12 @@ from torch_overlay.testing import compile_only, simulated_gpu
 CPP = {"cpp_wrapper": True}
 
 
+# Programs without the order that autograd's engine makes between two devices: docs/limits.md.
+LEFT = {"train_on_second_device"}
+
+
 def is_refused(name: str) -> bool:
-    """True for a program that may be refused: on several devices, or with nested regions, called more than once."""
+    """True for a program that may be refused: on several devices, or with nested regions."""
     return by_name(name).devices > 1 or "device" in name or "region" in name
 
 
@@ -45,7 +49,11 @@ class TestChecked(TestCase):
             if "simulated" in str(error):  # a call that the stand-ins lack
                 self.skipTest(str(error))
             raise
-        self.assertEqual(corpus.findings(report), [])
+        found = corpus.findings(report)
+        if name in LEFT:
+            self.assertTrue(found and all("the caller's work" in each for each in found), found)
+        else:
+            self.assertEqual(found, [])
 
     def checked(self, *args: Any, **kwargs: Any) -> Any:
         with simulated_gpu():

@@ -108,6 +108,8 @@ class CppRegionEmitter(RegionEmitter):
         self.number = self.frame.removeprefix("frame")
         if self.device is None:
             self.refuse("streams of several devices")
+        if region.enclosed:
+            self.refuse("a nested region")
         self.caller = callers_stream_index(self.device)
         self.definition: Any = None  # the RegionSpec
 
@@ -119,11 +121,8 @@ class CppRegionEmitter(RegionEmitter):
         raise NotImplementedError(f"cpp_wrapper can't compile {reason}, at {line}")
 
     def before(self, node: BaseSchedulerNode) -> None:
-        if isinstance(node.node, ir.InvokeSubgraph) and node.node.subgraph is not None:
-            nested = WrapperNotes.of(self.root).included
-            if node.node.subgraph.name in nested:  # upstream's C++ declares its buffers in the first call alone
-                self.refuse("a second call of a nested region", node)
-            nested.add(node.node.subgraph.name)
+        if isinstance(node.node, ir.InvokeSubgraph):  # upstream's C++ doesn't declare all of its buffers
+            self.refuse("a nested region", node)
         super().before(node)
 
     def range_of(self, node: BaseSchedulerNode, stream: int) -> str:
