@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import NoReturn, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.fx import Node
 
 
@@ -28,6 +30,12 @@ def source_line(stack_trace: str) -> str:
     mine = [f for f in frames if f[0] != contextlib.__file__ and not is_in_torch(f[0])]
     file, line, _, text = (mine or frames)[-1]
     return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"
+
+
+def refuse_in_cpp(reason: str, origins: Iterable[Node]) -> NoReturn:
+    """Raise the error that says why a program has no C++ wrapper, with the first line that is known of these nodes."""
+    line = next(filter(None, (source_line(node.stack_trace or "") for node in origins)), "no line is known")
+    raise NotImplementedError(f"cpp_wrapper can't compile {reason}, at {line}")
 
 
 def trace_near(node: Node) -> str:

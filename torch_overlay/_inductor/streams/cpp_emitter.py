@@ -31,7 +31,7 @@ from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.plan import HOST
 from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
-from torch_overlay._inductor.user_lines import source_line
+from torch_overlay._inductor.user_lines import refuse_in_cpp
 
 
 if TYPE_CHECKING:
@@ -114,11 +114,8 @@ class CppRegionEmitter(RegionEmitter):
         self.definition: Any = None  # the RegionSpec
 
     def refuse(self, reason: str, node: Any = None) -> NoReturn:
-        """Raise the error that says why this program has no C++, with the line."""
         nodes = [node] if node is not None else list(self.region.index)
-        traces = (origin.stack_trace or "" for each in nodes for origin in fx_origins(each))
-        line = next(filter(None, map(source_line, traces)), "no line is known")
-        raise NotImplementedError(f"cpp_wrapper can't compile {reason}, at {line}")
+        refuse_in_cpp(reason, (origin for each in nodes for origin in fx_origins(each)))
 
     def before(self, node: BaseSchedulerNode) -> None:
         if isinstance(node.node, ir.InvokeSubgraph):  # upstream's C++ doesn't declare all of its buffers

@@ -25,7 +25,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from torch_overlay._functorch.streams.fx import storage_node
 from torch_overlay._functorch.streams.memory import results_made
-from torch_overlay._inductor.user_lines import source_line
+from torch_overlay._inductor.user_lines import refuse_in_cpp
 
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class AsyncCopy(ir.ExternKernel):
             return self.memory.codegen_reference()
         if layout.dtype != whole.dtype:  # a real part of complex memory
             if V.graph.cpp_wrapper:
-                where = next(filter(None, (source_line(n.stack_trace or "") for n in self.origins)), "no line is known")
-                raise NotImplementedError(f"cpp_wrapper can't compile a copy into a part of complex memory, at {where}")
+                refuse_in_cpp("a copy into a part of complex memory", self.origins)
             write: Any = V.graph.wrapper_code.codegen_python_shape_tuple
             size, stride = write(layout.size), write(layout.stride)
             memory = f"torch.view_as_real({self.memory.codegen_reference()})"
