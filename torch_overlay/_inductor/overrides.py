@@ -6,13 +6,16 @@ import functools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.ir import MultiOutput, Switch
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
-from torch_overlay._inductor.relaunch import hooks as relaunch
+from torch_overlay._inductor.relaunch import conditions, hooks as relaunch
 from torch_overlay._inductor.streams import codegen, foreach, lowering
 from torch_overlay.hooks import override
 from torch_overlay.upstream_fixes import mutation_order, partition_concat
 
+
+SWITCH = "Switch ops"  # upstream's reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
         dead_node_elimination=mutation_order.dead_node_elimination,
         _populate_stream_assignments=foreach.populate_stream_assignments,
         compute_last_usage=compute_last_usage,
-        should_partition=codegen.should_partition,
+        should_partition=should_partition,
         _log_graph_partitions=relaunch.log_graph_partitions,
         get_graph_partition_signature=partition_concat.get_graph_partition_signature,
         _codegen=codegen.codegen,
@@ -38,6 +41,15 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
     original(scheduler, nodes)
 
 
+def should_partition(original: Callable[..., str | None], scheduler: Any, node: Any) -> str | None:
+    """Return why the graph is partitioned at a node, or None."""
+    reason = codegen.should_partition(original, scheduler, node)
+    if not isinstance(switch := node.node.inputs[0] if isinstance(node.node, MultiOutput) else node.node, Switch):
+        return reason
+    is_inside = not codegen.needs_plan(scheduler) and conditions.is_chosen_by_device(switch.fx_node)
+    return None if is_inside and reason in (None, SWITCH) else reason or SWITCH
+
+
 def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
     override(
         wrapper,
@@ -48,6 +60,7 @@ def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
         sync_d2h_copy=codegen.sync_d2h_copy,
         run_wrapper_ir_passes=codegen.run_wrapper_ir_passes,
         memory_plan_reuse=relaunch.memory_plan_reuse,
+        codegen_switch=conditions.codegen_switch,
     )
     if isinstance(wrapper, CppWrapperGpu):
         fallback = codegen.generate_fallback_kernel_with_runtime_lookup

@@ -1,0 +1,105 @@
+"""Decides which conditions of a program (`torch.cond`) are chosen by the device, inside of a CUDA graph, and writes the
+generated code of those: Note [Branches in a graph] of `graph.conditional_nodes`. All others are split off.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import split_off
+from torch_overlay._inductor.relaunch.capture.allocations import OURS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.fx import GraphModule, Node
+
+RUNTIME = "from torch_overlay._inductor.relaunch.capture.branches import choose"
+DEPTH = 2  # of conditions in branches
+LAUNCHING = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional", "flex_attention")
+
+
+def is_chosen_by_device(node: Node) -> bool:
+    """True if a node of an FX graph is a condition that can be in a CUDA graph."""
+    return node.target is torch.ops.higher_order.cond and why_not(node) is None
+
+
+def why_not(node: Node, depth: int = 1) -> str | None:
+    """Return why a `torch.cond` can't be in a CUDA graph; None if it can."""
+    import torch._inductor.config as inductor_config
+
+    predicate = getattr(node.args[0], "meta", {}).get("val")
+    if not isinstance(predicate, torch.Tensor) or predicate.dtype != torch.bool or predicate.device.type != "cuda":
+        return "its predicate is no boolean on the device"
+    if (failed := split_off.failed().get("cond")) is not None:
+        return failed
+    if depth > DEPTH:
+        return f"conditions are more than {DEPTH} deep"
+    if inductor_config.triton.cudagraph_skip_dynamic_graphs or config.cudagraphs != "relaunch":
+        return "the options exclude it"
+    for value in tree_leaves(node.meta.get("val")):
+        if not isinstance(value, torch.Tensor) or value.device != predicate.device:
+            return "it returns something else than tensors on the device"
+        if free_unbacked_symbols(value):
+            return "the results of its branches differ in size"
+    return next(filter(None, (_why_not_branch(each, predicate.device, depth) for each in _branches(node))), None)
+
+
+def _branches(node: Node) -> Iterator[GraphModule]:
+    for branch in node.args[1:3]:
+        yield getattr(node.graph.owning_module, branch.target)  # type: ignore[union-attr, arg-type]
+
+
+def _why_not_branch(module: GraphModule, device: torch.device, depth: int) -> str | None:
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    for node in module.graph.nodes:
+        values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        if any(v.device != device or free_unbacked_symbols(v) for v in values):
+            return f"a branch has a tensor on the host, or of a size that depends on data ({node})"
+        if node.op != "call_function":
+            continue
+        operator, tags = node.target, getattr(node.target, "tags", ())
+        if operator is torch.ops.higher_order.cond:
+            if (why := why_not(node, depth + 1)) is not None:
+                return f"a condition in a branch: {why}"
+        elif isinstance(operator, torch._ops.HigherOrderOperator) and operator.name() not in LAUNCHING:
+            return f"a branch calls {operator.name()}"
+        elif torch.Tag.nondeterministic_seeded in tags:
+            return f"a branch draws random numbers ({operator})"
+        elif isinstance(operator, torch._ops.OpOverload) and operator.namespace not in OURS:
+            return f"a branch calls a custom operator ({operator})"
+        elif is_cudagraph_unsafe_fx_node(node) or operator in (torch.ops.aten._assert_async.msg,):
+            return f"a branch calls {operator}"
+    return None
+
+
+def codegen_switch(original: Callable[..., None], wrapper: Any, switch: Any) -> None:
+    """Override PythonWrapperCodegen.codegen_switch: write a call that runs one branch, or captures both."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    is_python = not (V.graph.cpp_wrapper or V.graph.aot_mode or V.graph.fx_wrapper)
+    asked = is_python and switch.is_cond and inductor_config.triton.cudagraphs
+    if not asked or not is_chosen_by_device(switch.fx_node):
+        original(wrapper, switch)
+        return
+    for branch in switch.branches:
+        wrapper.codegen_subgraph_common(branch)
+        wrapper.pop_codegened_graph()
+    root, name = wrapper, switch.get_name()
+    while hasattr(root, "parent_wrapper"):
+        root = root.parent_wrapper
+    if not root.imports.contains(RUNTIME):
+        root.imports.writeline(RUNTIME)
+    given = ", ".join(each.codegen_reference() for each in (switch.selector, *switch.operands))
+    functions = ", ".join(branch.graph.name for branch in switch.branches)
+    wrapper.writeline(f"{name}_args = [{given}]")
+    V.graph.scheduler.free_buffers()
+    wrapper.writeline(f"{name} = choose({name}_args, {functions})")
