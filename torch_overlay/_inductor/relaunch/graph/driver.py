@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = -1
 KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
+CONDITIONAL = 13
 KIND_NAMES = {
     KERNEL: "kernel",
     MEMCPY: "memcpy",
@@ -45,7 +46,7 @@ KIND_NAMES = {
     10: "memory allocation",
     11: "memory free",
     12: "batch of memory operations",
-    13: "conditional",
+    CONDITIONAL: "conditional",
     UNKNOWN: "unknown kind",
 }
 INVALID_VALUE = 1
