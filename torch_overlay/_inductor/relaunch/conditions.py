@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 RUNTIME = "from torch_overlay._inductor.relaunch.capture.branches import choose"
+ARE_INSIDE = True  # False splits all conditions off, for comparisons
+DEVICES = ("cuda",)
 DEPTH = 2  # of conditions in branches
 LAUNCHING = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional", "flex_attention")
 
@@ -35,13 +37,14 @@ def why_not(node: Node, depth: int = 1) -> str | None:
     import torch._inductor.config as inductor_config
 
     predicate = getattr(node.args[0], "meta", {}).get("val")
-    if not isinstance(predicate, torch.Tensor) or predicate.dtype != torch.bool or predicate.device.type != "cuda":
+    is_tensor = isinstance(predicate, torch.Tensor)
+    if not is_tensor or predicate.dtype != torch.bool or predicate.device.type not in DEVICES:
         return "its predicate is no boolean on the device"
     if (failed := split_off.failed().get("cond")) is not None:
         return failed
     if depth > DEPTH:
         return f"conditions are more than {DEPTH} deep"
-    if inductor_config.triton.cudagraph_skip_dynamic_graphs or config.cudagraphs != "relaunch":
+    if inductor_config.triton.cudagraph_skip_dynamic_graphs or config.cudagraphs != "relaunch" or not ARE_INSIDE:
         return "the options exclude it"
     for value in tree_leaves(node.meta.get("val")):
         if not isinstance(value, torch.Tensor) or value.device != predicate.device:
