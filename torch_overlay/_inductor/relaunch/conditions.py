@@ -4,6 +4,7 @@ generated code of those: Note [Branches in a graph] of `graph.conditional_nodes`
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -11,12 +12,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import split_off
+from torch_overlay._inductor.relaunch import attention_seeds, split_off
+from torch_overlay._inductor.relaunch.attention_seeds import PROBABILITY
 from torch_overlay._inductor.relaunch.capture.allocations import OURS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.fx import GraphModule, Node
 
@@ -26,14 +28,22 @@ DEVICES = ("cuda",)
 DEPTH = 2  # of conditions in branches
 LAUNCHING = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional", "flex_attention")
 
+_known: weakref.WeakKeyDictionary[Node, str | None] = weakref.WeakKeyDictionary()  # condition -> why it can't be inside
+
 
 def is_chosen_by_device(node: Node) -> bool:
     """True if a node of an FX graph is a condition that can be in a CUDA graph."""
     return node.target is torch.ops.higher_order.cond and why_not(node) is None
 
 
-def why_not(node: Node, depth: int = 1) -> str | None:
+def why_not(node: Node) -> str | None:
     """Return why a `torch.cond` can't be in a CUDA graph; None if it can."""
+    if node not in _known:
+        _known[node] = _why_not(node, 1)
+    return _known[node]
+
+
+def _why_not(node: Node, depth: int) -> str | None:
     import torch._inductor.config as inductor_config
 
     predicate = getattr(node.args[0], "meta", {}).get("val")
@@ -51,30 +61,36 @@ def why_not(node: Node, depth: int = 1) -> str | None:
             return "it returns something else than tensors on the device"
         if free_unbacked_symbols(value):
             return "the results of its branches differ in size"
-    return next(filter(None, (_why_not_branch(each, predicate.device, depth) for each in _branches(node))), None)
+    branches: list[Any] = [getattr(node.graph.owning_module, branch.target) for branch in node.args[1:3]]  # type: ignore[union-attr, arg-type]
+    return next(filter(None, (_why_not_branch(each, predicate.device, depth) for each in branches)), None)
 
 
-def _branches(node: Node) -> Iterator[GraphModule]:
-    for branch in node.args[1:3]:
-        yield getattr(node.graph.owning_module, branch.target)  # type: ignore[union-attr, arg-type]
+def _may_draw(node: Node) -> bool:
+    """True if an operator may draw random numbers: attention does only with a dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args)) | node.kwargs
+    return PROBABILITY not in names or bool(given.get(PROBABILITY))
 
 
 def _why_not_branch(module: GraphModule, device: torch.device, depth: int) -> str | None:
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
+    returned = module.graph.output_node().all_input_nodes
     for node in module.graph.nodes:
         values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
         if any(v.device != device or free_unbacked_symbols(v) for v in values):
             return f"a branch has a tensor on the host, or of a size that depends on data ({node})"
         if node.op != "call_function":
             continue
-        operator, tags = node.target, getattr(node.target, "tags", ())
+        operator = node.target
         if operator is torch.ops.higher_order.cond:
-            if (why := why_not(node, depth + 1)) is not None:
+            if (why := _why_not(node, depth + 1)) is not None:
                 return f"a condition in a branch: {why}"
         elif isinstance(operator, torch._ops.HigherOrderOperator) and operator.name() not in LAUNCHING:
             return f"a branch calls {operator.name()}"
-        elif torch.Tag.nondeterministic_seeded in tags:
+        elif _may_draw(node) or attention_seeds.are_returned(node, returned):
             return f"a branch draws random numbers ({operator})"
         elif isinstance(operator, torch._ops.OpOverload) and operator.namespace not in OURS:
             return f"a branch calls a custom operator ({operator})"
