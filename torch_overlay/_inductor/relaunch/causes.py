@@ -28,7 +28,7 @@ CAUSES: dict[str, Kind] = {
     "split-host": Kind("an operation on the host", "keep its tensors on the device, with device= where they are made"),
     "split-devices": Kind("an operation on two devices", _MOVE_OUT),
     "split-control-flow": Kind(
-        "torch.cond, switch, while_loop or scan: the host reads the condition",
+        "switch, while_loop, scan, or a torch.cond that the device can't choose by: the host reads the condition",
         "torch.where computes both sides and stays in a graph, where both may be computed",
     ),
     "split-data-dependent": Kind(

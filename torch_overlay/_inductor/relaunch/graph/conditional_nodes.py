@@ -76,7 +76,8 @@ def find_setter(stream: torch.cuda.Stream, driver: Driver) -> Setter:
         addresses = [int.from_bytes(value, "little") == predicate.data_ptr() for _, value in values]
         if [len(value) for _, value in values] != [8, 8] or sum(addresses) != 1:
             raise RuntimeError(f"torch's kernel that sets a condition has other parameters: {values}")
-        return Setter(KernelLaunch(func or kern, grid, block, shared_bytes, ()), addresses.index(False))
+        func = func or int(driver.call("cuKernelGetFunction", driver.api.CUkernel(kern)))
+        return Setter(KernelLaunch(func, grid, block, shared_bytes, ()), addresses.index(False))
     except (RuntimeError, AttributeError, ValueError) as error:
         raise Unprovable("condition", f"a graph can't choose between branches here: {error}") from error
     finally:
