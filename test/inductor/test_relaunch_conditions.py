@@ -468,6 +468,9 @@ class TestWhichAreInside(RelaunchTestCase):
         def host(x):
             return torch.cond(x.sum() > 0, lambda y: y + y.cpu().sin().cuda(), torch.cos, (x.sin(),)).exp()
 
+        def number(x):
+            return torch.cond(x.sum() > 0, lambda y: y * y.sum().item(), torch.cos, (x.sin(),)).exp()
+
         def deep(x):
             def nest(y, depth):
                 if not depth:
@@ -487,10 +490,12 @@ class TestWhichAreInside(RelaunchTestCase):
                 (random, "a branch draws random numbers"),
                 (custom, "a branch calls a custom operator"),
                 (host, "a branch has a tensor on the host"),
+                (number, "a branch has a number, or a size, that depends on data"),
                 (deep, "conditions are more than 2 deep"),
                 (sizes, "the results of its branches differ in size"),
             ):
-                with self.subTest(fn.__name__):
+                scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
+                with self.subTest(fn.__name__), scalars:
                     (message,) = self.why_split(fn)
                     self.assertIn(
                         f"control flow: cond, for {'a condition in a branch: ' if fn is deep else ''}", message

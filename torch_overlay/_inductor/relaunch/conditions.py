@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 RUNTIME = "from torch_overlay._inductor.relaunch.capture.branches import choose"
-ARE_INSIDE = True  # False splits all conditions off, for comparisons
+ARE_INSIDE: bool = True  # False splits all conditions off, for comparisons
 DEVICES = ("cuda",)
+SYMBOLIC = torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool
 DEPTH = 2  # of conditions in branches
-LAUNCHING = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional", "flex_attention")
+FLEX = ("flex_attention", "flex_attention_backward")
+LAUNCHING = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional", *FLEX)  # higher-order operators
+CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 
 _known: weakref.WeakKeyDictionary[Node, str | None] = weakref.WeakKeyDictionary()  # condition -> why it can't be inside
 
@@ -51,7 +54,7 @@ def _why_not(node: Node, depth: int) -> str | None:
     if not is_tensor or predicate.dtype != torch.bool or predicate.device.type not in DEVICES:
         return "its predicate is no boolean on the device"
     if (failed := split_off.failed().get("cond")) is not None:
-        return failed
+        return f"it {failed}"
     if depth > DEPTH:
         return f"conditions are more than {DEPTH} deep"
     if inductor_config.triton.cudagraph_skip_dynamic_graphs or config.cudagraphs != "relaunch" or not ARE_INSIDE:
@@ -79,9 +82,12 @@ def _why_not_branch(module: GraphModule, device: torch.device, depth: int) -> st
 
     returned = module.graph.output_node().all_input_nodes
     for node in module.graph.nodes:
-        values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-        if any(v.device != device or free_unbacked_symbols(v) for v in values):
-            return f"a branch has a tensor on the host, or of a size that depends on data ({node})"
+        values = tree_leaves(node.meta.get("val"))
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        if any(v.device != device and not (node.target in CONSTANTS and not v.dim()) for v in tensors):
+            return f"a branch has a tensor on the host ({node})"
+        if any(isinstance(v, SYMBOLIC) and free_unbacked_symbols(v) for v in values):
+            return f"a branch has a number, or a size, that depends on data ({node})"
         if node.op != "call_function":
             continue
         operator = node.target
@@ -94,7 +100,7 @@ def _why_not_branch(module: GraphModule, device: torch.device, depth: int) -> st
             return f"a branch draws random numbers ({operator})"
         elif isinstance(operator, torch._ops.OpOverload) and operator.namespace not in OURS:
             return f"a branch calls a custom operator ({operator})"
-        elif is_cudagraph_unsafe_fx_node(node) or operator in (torch.ops.aten._assert_async.msg,):
+        elif is_cudagraph_unsafe_fx_node(node):
             return f"a branch calls {operator}"
     return None
 
