@@ -27,14 +27,8 @@ import torch
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording
-from torch_overlay._inductor.relaunch.graph import (
-    concurrency,
-    conditional_nodes,
-    fill_copy_kernels,
-    read as graphs,
-    tidy,
-)
-from torch_overlay._inductor.relaunch.graph.conditional_nodes import nested
+from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
+from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.graph.subgraph import part_of
 from torch_overlay._inductor.relaunch.launch import executable
@@ -67,6 +61,12 @@ def prepare(device: int) -> None:
         fill_copy_kernels.prepare(device)
     except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it
         log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
+
+
+@functools.cache
+def _setter(device: int) -> Setter:
+    with torch.cuda.device(device):
+        return find_setter(capture_stream(device), Driver())
 
 
 def prepare_early() -> None:
@@ -107,7 +107,6 @@ class Cuda:
         self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
         self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
         self.functions = executable.torch_functions()
-        self._setter: conditional_nodes.Setter | None = None
 
     @functools.cached_property
     def driver(self) -> Driver:
@@ -115,14 +114,11 @@ class Cuda:
 
     def prepare_conditionals(self) -> None:
         """Find what a capture with branches needs, before it begins. Raises Unprovable where there can be none."""
-        if self._setter is None:
-            with self.guard():
-                self._setter = conditional_nodes.find_setter(capture_stream(self.index), self.driver)
+        _setter(self.index)
 
     def read_predicate(self, predicate: torch.Tensor) -> None:
         """Launch the kernel that sets a condition, in a capture."""
-        assert self._setter is not None
-        self.driver.launch_kernel(self._setter.of(predicate.data_ptr()), self.stream_of(self.index))
+        self.driver.launch_kernel(_setter(self.index).of(predicate.data_ptr()), self.stream_of(self.index))
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
@@ -245,7 +241,7 @@ class Cuda:
                 return arrangement, parts
         template = arrangement.template
         if template.conditionals:
-            template = nested(self.driver, graph.raw_cuda_graph(), template, self._setter)
+            template = nested(self.driver, graph.raw_cuda_graph(), template, _setter(self.index))
         graph.instantiate()
         upload(graph)
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
@@ -276,7 +272,8 @@ class Cuda:
         return room
 
     def _part(self, graph: torch.cuda.CUDAGraph, template: Template) -> Executable:
-        part, template = part_of(graph.raw_cuda_graph(), template, self, setter=self._setter)
+        setter = _setter(self.index) if template.conditionals else None
+        part, template = part_of(graph.raw_cuda_graph(), template, self, setter=setter)
         upload(part)
         return Executable(part, template, part.replay, True)
 

@@ -85,10 +85,8 @@ def find_setter(stream: torch.cuda.Stream, driver: Driver) -> Setter:
             graph.reset()
 
 
-def nested(driver: Driver, graph: int, template: Template, setter: Setter | None) -> Template:
+def nested(driver: Driver, graph: int, template: Template, setter: Setter) -> Template:
     """Move the branches of a graph into conditional nodes, and return the template with the nodes' new handles."""
-    if not template.conditionals or setter is None:
-        return template
     handles = {node.index: node.handle for node in template.nodes}
     conditionals = [each.renamed(handles.__getitem__) for each in template.conditionals]
     by_handle: dict[int, Any] = {node.handle: node for node in template.nodes}

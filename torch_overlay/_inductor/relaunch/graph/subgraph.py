@@ -58,12 +58,15 @@ class Part:
 def part_of(
     graph: int, template: Template, owner: Any, driver: Driver | None = None, setter: Setter | None = None
 ) -> tuple[Part, Template]:
-    """Return a part of the graph with the nodes of a template, and the template with their handles there."""
+    """Return a part of the graph with the nodes of a template, and the template with their handles there. `setter`: if
+    there are branches among them."""
     part = Part(owner, driver or Driver())
     try:
         part.clone, handle_of = part.driver.part(graph, {node.handle for node in template.nodes})
         nodes = [dataclasses.replace(node, handle=handle_of[node.handle]) for node in template.nodes]
-        template = nested(part.driver, part.clone, dataclasses.replace(template, nodes=tuple(nodes)), setter)
+        template = dataclasses.replace(template, nodes=tuple(nodes))
+        if setter is not None:
+            template = nested(part.driver, part.clone, template, setter)
         part.instantiate()
     except BaseException:
         part.reset()
