@@ -61,6 +61,9 @@ class Case(RelaunchTestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(branches, "MOST_WAITS", 0))
+        # What fails here is kept for no other process.
+        self.enterContext(inductor_config.patch(force_disable_caches=True))
+        self.enterContext(mock.patch.object(split_off, "_failed", {}))
         self.enterContext(mock.patch.object(arrange, "SMALL", 0))  # scratch allocations share memory
 
     def region(self, source, **options):
@@ -127,9 +130,31 @@ class TestConditions(Case):
             return z, z + w
 
         run = self.region(source)
-        got = [run([torch.tensor(outcome), torch.ones(4, 4), torch.eye(4)])[0] for outcome in OUTCOMES]
-        want = [expected(outcome, torch.ones(4, 4), torch.eye(4))[0] for outcome in OUTCOMES]
-        self.assertEqual(got, want)
+        for outcome in OUTCOMES[:1] * 2 + OUTCOMES:
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([torch.tensor(outcome), x, w]), expected(outcome, x, w))
+
+    def test_memory_that_is_used_afterwards_is_not_a_result(self):
+        """The other branch would write to it."""
+        after = "torch.add(z, y, out=new(4, 4))"
+        source = choice(COSINE, ("a, b", "return (a,)"), after=after).replace("del p, y", "del p")
+
+        def expected(outcome, x, w):
+            y = x * w
+            z = y if outcome else y.cos()
+            return z, z + y
+
+        self.check(self.region(source), expected)
+
+    def test_one_memory_is_not_two_results(self):
+        twice = [(text[0], *text[1:-1], "return (buf0, buf0)") for text in (COSINE, ("a, b", *COSINE[1:]))]
+        run = self.region(choice(*twice))
+        for outcome in OUTCOMES:
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            got = run([torch.tensor(outcome), x, w])
+        self.assertEqual(got[0], (x * w).cos())
+        self.assertEqual(got[1], got[0])
+        self.assertNotEqual(got[1].data_ptr(), got[0].data_ptr())
 
     def test_temporaries_of_both_branches_share_memory(self):
         chain = [f"t{i + 1} = torch.add(t{i}, b, out=new(64, 4, 4)); del t{i}" for i in range(6)]
@@ -284,6 +309,32 @@ class TestConditions(Case):
         nodes = {conditional.setter}.union(*conditional.branches)
         self.assertLessEqual(nodes, {node.index for node in held[0].template.nodes})
 
+    def test_memory_of_a_branch_does_not_make_it_two_graphs(self):
+        """Here each operand could be freed by itself."""
+        self.cut_into_stages()
+        names = [f"s{i}" for i in range(8)]
+        each = [f"g{i} = torch.{{}}(s{i}, out=new(64, 4)); del s{i}" for i in range(8)]
+        given = f"return ({', '.join(f'g{i}' for i in range(8))},)"
+        false, true = (
+            branch(name, ", ".join(names), *(line.format(function) for line in each), given)
+            for name, function in (("false_graph", "cos"), ("true_graph", "sin"))
+        )
+        lines = [
+            f"given = [p, {', '.join(names)}]",
+            f"del p, {', '.join(names)}",
+            "made = choose(given, false_graph, true_graph)",
+        ]
+        run = self.region(
+            f"{false}\n{true}\n{region('p, ' + ', '.join(names), *lines, 'return (*made,)')}", is_backward=True
+        )
+        for outcome in OUTCOMES:
+            saved = [torch.randn(64, 4) for _ in range(8)]
+            want = [s.sin() if outcome else s.cos() for s in saved]
+            inputs = [torch.tensor(outcome), *saved]
+            saved.clear()
+            self.assertEqual(list(run(inputs)), want)
+        self.assertEqual(self.device.arrangements[-1].stages, ())
+
     def test_number_in_a_branch(self):
         source = choice(
             COSINE,
@@ -310,8 +361,7 @@ class TestConditions(Case):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
         (state,) = run.states.values()
-        names = {number[0] for number in state.plan.allocations if isinstance(number, tuple)}
-        self.assertEqual(names, {"false_graph"})
+        self.assertEqual(state.plan.allocations, {("false_graph", 1), 1}, "of a branch, and after it")
 
     def test_code_with_a_condition_is_not_run_as_steps(self):
         source = choice(COSINE, SINE)
@@ -357,11 +407,6 @@ class TestNeverRun(Case):
 
 class TestSplitOff(Case):
     """Where the device can't choose, the condition is split off when the frame is compiled again."""
-
-    def setUp(self):
-        super().setUp()
-        self.enterContext(inductor_config.patch(force_disable_caches=True))
-        self.enterContext(mock.patch.object(split_off, "_failed", {}))
 
     def test_driver_without_conditional_nodes(self):
         self.device.without_conditionals = True

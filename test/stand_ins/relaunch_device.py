@@ -363,6 +363,9 @@ class Executable:
         ]
         self.indices = [node.index for node in kernels]
         self.branches = {each.setter: each.branches for each in template.conditionals}
+        for i, each in enumerate(template.conditionals):
+            inside = {node for other in template.conditionals[i:] for nodes in other.branches for node in nodes}
+            assert each.setter not in inside, "an outer conditional comes before those in its branches"
         self.taken: list[bool] = []  # the outcomes of all conditions
         me = weakref.ref(self)
         self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]

@@ -77,9 +77,9 @@ class AllocationObserver:
 
     @contextlib.contextmanager
     def in_branch(self, name: str) -> Iterator[None]:
-        """Number by itself what a branch allocates: a run takes one of the branches, a capture takes both."""
+        """Number apart what a branch allocates: a run takes one of the branches, a capture takes both."""
         before = self.branch, self.count, self.makers
-        self.branch, self.count, self.makers = (*self.branch, name), 0, 0
+        self.branch = *self.branch, name
         try:
             yield
         finally:
