@@ -309,32 +309,6 @@ class TestConditions(Case):
         nodes = {conditional.setter}.union(*conditional.branches)
         self.assertLessEqual(nodes, {node.index for node in held[0].template.nodes})
 
-    def test_memory_of_a_branch_does_not_make_it_two_graphs(self):
-        """Here each operand could be freed by itself."""
-        self.cut_into_stages()
-        names = [f"s{i}" for i in range(8)]
-        each = [f"g{i} = torch.{{}}(s{i}, out=new(64, 4)); del s{i}" for i in range(8)]
-        given = f"return ({', '.join(f'g{i}' for i in range(8))},)"
-        false, true = (
-            branch(name, ", ".join(names), *(line.format(function) for line in each), given)
-            for name, function in (("false_graph", "cos"), ("true_graph", "sin"))
-        )
-        lines = [
-            f"given = [p, {', '.join(names)}]",
-            f"del p, {', '.join(names)}",
-            "made = choose(given, false_graph, true_graph)",
-        ]
-        run = self.region(
-            f"{false}\n{true}\n{region('p, ' + ', '.join(names), *lines, 'return (*made,)')}", is_backward=True
-        )
-        for outcome in OUTCOMES:
-            saved = [torch.randn(64, 4) for _ in range(8)]
-            want = [s.sin() if outcome else s.cos() for s in saved]
-            inputs = [torch.tensor(outcome), *saved]
-            saved.clear()
-            self.assertEqual(list(run(inputs)), want)
-        self.assertEqual(self.device.arrangements[-1].stages, ())
-
     def test_number_in_a_branch(self):
         source = choice(
             COSINE,
