@@ -41,7 +41,7 @@ class Captured:
         for capture in branches:
             first = len(self.order)
             capture()
-            bodies.append(tuple(self.order[first:]))
+            bodies.append(frozenset(self.order[first:]))
         self.conditionals.insert(at, Conditional(setter, tuple(bodies)))
         return setter
 
@@ -189,7 +189,7 @@ class TestRead(unittest.TestCase):
     def test_copy_in_a_branch_is_refused(self):
         made = Captured()
         copy = made.api.memcpy(0x1000, 0x2000, 16)
-        made.conditionals = [Conditional(made.work(), ((copy,), ()))]
+        made.conditionals = [Conditional(made.work(), (frozenset([copy]), frozenset()))]
         with self.assertRaisesRegex(Unprovable, "a branch has work that is no kernel") as context:
             made.nested()
         self.assertEqual(context.exception.reason, "condition")

@@ -57,7 +57,7 @@ class AllocationPlan:
     dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
     asked: Mapping[Numbered, tuple[int, int]] = field(
         default_factory=dict
-    )  # operator -> allocations, bytes, in a capture
+    )  # operator -> allocations, bytes of a capture
     opaque: bool = False  # operators are called that are not torch's
 
     @property
@@ -303,7 +303,6 @@ class Placing(AllocationObserver):
         self.scratch: dict[int, int] = {}
         self.products: list[Product] | None = [] if with_uses else None
         self.results: list[tuple[int, int]] = []
-        self.same: dict[int, int] = {}  # address -> the one that it stands for, of results of two branches
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.products is None or not is_product(func):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -60,6 +61,7 @@ class Branches:
 
     def __init__(self, recording: Any, placing: Placing) -> None:
         self.recording, self.placing = recording, placing
+        self.same: dict[int, int] = {}  # address of a result -> that of the result of the other branch
 
     def captured(self) -> contextlib.AbstractContextManager[Any]:
         """Capture both branches of what this thread chooses inside."""
@@ -68,27 +70,26 @@ class Branches:
     def choose(self, args: list[Any], branches: Sequence[Branch]) -> Sequence[Any]:
         predicate, *operands = args
         args.clear()
-        recording = self.recording
-        at, before = len(recording.conditionals), set(recording.nodes())
+        recording, found = self.recording, self.recording.conditionals
+        at, nodes = len(found), [recording.nodes()]
         recording.read_predicate(predicate)
-        (setter,) = set(recording.nodes()) - before
         del predicate
+        nodes.append(recording.nodes())
         false, true = branches
-        results, nodes = self._capture(true, list(operands), self._own)
-        _, others = self._capture(false, operands, functools.partial(self._put, results))
-        recording.conditionals.insert(at, Conditional(setter, (nodes, others)))  # before those inside
+        results = self._capture(true, list(operands), self._own)
+        nodes.append(recording.nodes())
+        self._capture(false, operands, functools.partial(self._put, results))
+        nodes.append(recording.nodes())
+        (setter,), *parts = (frozenset(now).difference(before) for before, now in itertools.pairwise(nodes))
+        found.insert(at, Conditional(setter, tuple(parts)))  # before those inside
         return results
 
-    def _capture(
-        self, branch: Branch, operands: list[Any], finish: Callable[[list[Any]], Any]
-    ) -> tuple[Any, tuple[int, ...]]:
-        """Capture a branch, and what `finish` does with its results. Return what that returns, and the nodes."""
+    def _capture(self, branch: Branch, operands: list[Any], finish: Callable[[list[Any]], Any]) -> Any:
+        """Capture a branch, and what `finish` does with its results. Return what that returns."""
         if branch not in _run:
             _keep_first_configurations(branch)
-        before = set(self.recording.nodes())
         with self.placing.in_branch(branch.__name__):
-            results = finish(list(branch(operands)))
-        return results, tuple([node for node in self.recording.nodes() if node not in before])
+            return finish(list(branch(operands)))
 
     def _own(self, results: list[Any]) -> list[Any]:
         """Return the results of the branch, each in memory that is its own."""
@@ -106,7 +107,7 @@ class Branches:
                 if _has_memory(mine) or type(mine) is not type(theirs):
                     raise Unprovable("condition", f"branches return {theirs!r} and {mine!r}")
             elif self._is_fresh(mine, seen) and self._layout(mine) == self._layout(theirs):
-                self.placing.same[_storage(mine)] = _storage(theirs)
+                self.same[_storage(mine)] = _storage(theirs)
             else:
                 theirs.copy_(mine)
 
@@ -128,7 +129,7 @@ class Branches:
 
     def stands_for(self, address: int) -> int:
         """Return the address of the result that the one here is, in the outermost branch."""
-        while (other := self.placing.same.get(address)) is not None:
+        while (other := self.same.get(address)) is not None:
             address = other
         return address
 

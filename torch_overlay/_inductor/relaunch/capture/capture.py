@@ -129,19 +129,12 @@ class Capture:
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
             watching = self.with_uses or self.operators.are_wanted
             watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
-            with self.recording.capturing(self.inputs, self.plan.random):
+            with self.recording.capturing(self.inputs, self.plan.random), self.branches.captured():
                 self.recording.clear_stack()
                 namespace = self.request.namespace
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
                 lines = self.recording.noting_lines(namespace)
-                with (
-                    observed(namespace, self.observer),
-                    tracing,
-                    watch,
-                    lines,
-                    self.operators,
-                    self.branches.captured(),
-                ):
+                with observed(namespace, self.observer), tracing, watch, lines, self.operators:
                     given, stand_ins = stand_ins, []
                     outputs = self.request.model(given)
                     del given
@@ -161,7 +154,7 @@ class Capture:
         )
         among = self.observer.scratch | self.placed  # the requested sizes; the allocator's segments are larger
         allocated = dict(self.recording.segments())
-        same = self.observer.same
+        same = self.branches.same
         others = self.input_at.keys() | set(addresses) | same.keys()
         scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
         layout = OutputLayout(positions, storages, moved, tuple(s for _, s in scratch))

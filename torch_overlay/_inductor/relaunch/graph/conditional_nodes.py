@@ -5,7 +5,7 @@ The host of a program with `torch.cond` reads the predicate, and runs one branch
 conditional node: a node with two graphs, of which a launch runs one. Generated code calls `capture.branches.choose`,
 which runs as the program does outside of a capture. In a capture it captures the kernel that reads the predicate (the
 setter), then both branches, one after the other, on the same stream. So up to its executable, a graph with conditions
-is a list of nodes as any other, in which each pointer is proven, whichever branch it is in. What else holds:
+is a list of nodes as any other, in which each pointer is proven, whichever branch it is in. Five rules come with it:
 
 1. Both branches write their results to one memory. Where the two tensors are allocations of generated code, equal in
    size and layout, the second one's addresses stand for the first one's region; else its values are copied there at
@@ -20,7 +20,7 @@ is a list of nodes as any other, in which each pointer is proven, whichever bran
    captured without a handle of a condition, which belongs to a graph, and gets that here.
 
 Only kernels may be in a branch. It draws no random numbers, since a launch advances the generators by the numbers of
-both; what else can't be there is split off before (`conditions`).
+both. The module `conditions` splits off all conditions with other work in a branch.
 """
 
 from __future__ import annotations
@@ -90,20 +90,15 @@ def nested(driver: Driver, graph: int, template: Template, setter: Setter) -> Te
     handles = {node.index: node.handle for node in template.nodes}
     conditionals = [each.renamed(handles.__getitem__) for each in template.conditionals]
     by_handle: dict[int, Any] = {node.handle: node for node in template.nodes}
-    made, values = _nest(driver, graph, conditionals, by_handle, setter)
-    nodes = []
-    for node in template.nodes:
-        if (arguments := values.get(node.handle)) is not None:
-            parameters = tuple([(at, value) for (at, _), value in zip(node.parameters, arguments, strict=True)])
-            node = dataclasses.replace(by_handle[node.handle], parameters=parameters)
-        nodes.append(dataclasses.replace(node, handle=made.get(node.handle, node.handle)))
+    made = _nest(driver, graph, conditionals, by_handle, setter)
+    nodes = (dataclasses.replace(node, handle=made.get(handle, handle)) for handle, node in by_handle.items())
     return dataclasses.replace(template, nodes=tuple(nodes))
 
 
 def _nest(
     driver: Driver, graph: int, conditionals: Sequence[Conditional], nodes: dict[int, KernelNode], setter: Setter
-) -> tuple[dict[int, int], dict[int, tuple[bytes, ...]]]:
-    """Return node -> the one in its place, and the arguments of the setters."""
+) -> dict[int, int]:
+    """Return node -> the one in its place. The setters among `nodes`, by their handles, get their arguments."""
     old = driver.edge_data(graph)
     path: dict[int, Path] = {}
     for number, each in enumerate(conditionals):  # an outer one comes first
@@ -112,19 +107,18 @@ def _nest(
     graphs: dict[Path, int] = {(): graph}
     chooser: dict[int, int] = {}  # conditional -> its node
     made: dict[int, int] = {}
-    values: dict[int, tuple[bytes, ...]] = {}
     new: defaultdict[Path, dict[tuple[int, int], Any]] = defaultdict(dict)
     for number, each in enumerate(conditionals):
         at = path.get(each.setter, ())
         handle, chooser[number], bodies = driver.add_conditional(graphs[at])
         graphs |= {(*at, (number, branch)): body for branch, body in enumerate(bodies)}
-        arguments = [value for _, value in nodes[each.setter].parameters]
-        arguments[setter.handle] = handle.to_bytes(8, "little")
-        values[each.setter] = tuple(arguments)
-        launch = setter.launch._replace(arguments=values[each.setter])
+        parameters = list(nodes[each.setter].parameters)
+        parameters[setter.handle] = parameters[setter.handle][0], handle.to_bytes(8, "little")
+        nodes[each.setter] = dataclasses.replace(nodes[each.setter], parameters=tuple(parameters))
+        launch = setter.launch._replace(arguments=tuple([value for _, value in parameters]))
         made[each.setter] = driver.add_kernel(graphs[at], [], launch)
         new[at][made[each.setter], chooser[number]] = None
-    made |= {node: driver.copy_kernel(graphs[at], node) for node, at in path.items() if node not in made}
+    made |= {node: driver.copy_kernel(graphs[path[node]], node) for node in nodes if node in path and node not in made}
     for (u, v), data in old.items():
         if u not in made and v not in made:
             continue
@@ -139,4 +133,4 @@ def _nest(
     for at, edges in new.items():
         driver.add_edges(graphs[at], [edge for edge, data in edges.items() if data is None])
         driver.add_edges(graphs[at], [edge for edge, data in edges.items() if data is not None], edges)
-    return made, values
+    return made

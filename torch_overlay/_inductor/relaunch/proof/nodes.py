@@ -125,10 +125,10 @@ class Conditional:
     handles, or indices; those of a conditional in a branch are nodes of the branch, too."""
 
     setter: int  # reads the predicate
-    branches: tuple[tuple[int, ...], ...]  # for a true predicate, and for a false one
+    branches: tuple[frozenset[int], ...]  # for a true predicate, and for a false one
 
     def renamed(self, name: Callable[[int], int]) -> Conditional:
-        return Conditional(name(self.setter), tuple([tuple(map(name, nodes)) for nodes in self.branches]))
+        return Conditional(name(self.setter), tuple([frozenset(map(name, nodes)) for nodes in self.branches]))
 
 
 @dataclass(frozen=True)
