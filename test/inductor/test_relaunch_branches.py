@@ -1,16 +1,20 @@
 """The branches of a captured graph, moved into conditional nodes, over a graph in Python."""
 
+import contextlib
 import functools
 import itertools
 import unittest
+import unittest.mock
+from types import SimpleNamespace
 
+import torch
 from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
 from stand_ins.captured_words import u64
 from stand_ins.graph_api import FakeApi
 from torch_overlay._inductor.relaunch.graph import driver as cu, fill_copy_kernels, read, tidy
-from torch_overlay._inductor.relaunch.graph.conditional_nodes import nested, Setter
+from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.proof.nodes import Conditional, Template, Unprovable
 
 
@@ -183,6 +187,71 @@ class TestNested(unittest.TestCase):
             split = [path[len(common)][0] for path in (place[u], place[v]) if len(path) > len(common)]
             is_apart = len(split) == 2 and split[0] == split[1]
             self.assertEqual(made.now[v] in reached(made.now[u]), not is_apart)
+
+
+class TestSetter(unittest.TestCase):
+    """The kernel that sets a condition is found in a capture of torch's own."""
+
+    def find(self, *order, sizes=(8, 8), fail=None, func=SET):
+        made, test = Captured(), self
+
+        class Graph:
+            def __init__(self, keep_graph):
+                test.assertTrue(keep_graph)
+                self.calls = test.calls = []
+
+            def begin_capture_to_if_node(self, predicate):
+                self.calls.append("if")
+                if fail is not None:
+                    raise fail
+                made.api.declare(func, "set", *sizes)
+                values = {"handle": 5, "predicate": predicate.data_ptr(), "count": 1}
+                node = made.api.kernel(
+                    func, *(values[name].to_bytes(size, "little") for name, size in zip(order, sizes))
+                )
+                if func != SET:
+                    made.api.params[node].func, made.api.params[node].kern = 0, func
+                    made.api.functions[0] = made.api.functions[func]
+                made.api.new(cu.CONDITIONAL, after=[node])
+
+            def raw_cuda_graph(self):
+                return GRAPH
+
+            def __getattr__(self, name):
+                return lambda **given: self.calls.append(name)
+
+        with (
+            unittest.mock.patch.object(torch.cuda, "CUDAGraph", Graph),
+            unittest.mock.patch.object(torch.cuda, "stream", contextlib.nullcontext),
+        ):
+            return made, find_setter(SimpleNamespace(device="cpu"), made.driver)
+
+    def test_order_of_its_parameters_is_found(self):
+        for order in (("handle", "predicate"), ("predicate", "handle")):
+            made, setter = self.find(*order)
+            values = dict(zip(order, setter.of(PREDICATE).arguments))
+            self.assertEqual(values, {"handle": bytes(8), "predicate": u64(PREDICATE)})
+            self.assertEqual((setter.launch.func, setter.launch.grid), (SET, (2, 3, 4)))
+            self.assertEqual(self.calls[-1], "reset")
+            made.driver.launch_kernel(setter.of(PREDICATE), 0x99)
+            launched = (SET, [2, 3, 4, 32, 2, 1, 48], 0x99, list(setter.of(PREDICATE).arguments))
+            self.assertEqual(made.api.launched, [launched])
+
+    def test_kernel_without_a_function_of_this_context(self):
+        _, setter = self.find("handle", "predicate", func=0x4E)
+        self.assertEqual(setter.launch.func, 0x4F)
+
+    def test_torch_or_a_driver_without_conditional_nodes(self):
+        other = self.find, ("handle", "predicate", "count"), {"sizes": (8, 8, 4)}
+        for find, order, options in (
+            (self.find, ("handle", "predicate"), {"fail": RuntimeError("not supported")}),
+            (self.find, ("handle", "predicate"), {"fail": AttributeError("begin_capture_to_if_node")}),
+            other,
+        ):
+            with self.subTest(options), self.assertRaisesRegex(Unprovable, "can't choose between branches") as context:
+                find(*order, **options)
+            self.assertEqual(context.exception.reason, "condition")
+            self.assertEqual(self.calls[-2:], ["capture_end", "reset"])
 
 
 class TestRead(unittest.TestCase):

@@ -18,6 +18,7 @@ class FakeApi:
         self.host_memory, self.device_memory = set(), set()
         self.keep, self.next_handle, self.forbidden = [], 0x5000, set()
         self.home: dict[int, int] = {}  # node -> its graph, if that is in a conditional node
+        self.launched: list[object] = []
         self.attributes: dict[int, int] = {}  # node -> the one whose attributes it has
 
     def __getattr__(self, name):
@@ -186,6 +187,17 @@ class FakeApi:
         self.keep.append(bodies)
         ctypes.c_uint64.from_address(params.getPtr() + 32).value = ctypes.addressof(bodies)  # phGraph_out
         return self.ok(self.real.CUgraphNode(node))
+
+    def cuKernelGetFunction(self, kernel):
+        return self.ok(self.real.CUfunction(int(kernel) + 1))
+
+    def cuLaunchKernel(self, func, *shape):
+        *sizes, stream, arguments, extra = shape
+        layout = self.functions[int(func)][1]
+        addresses = (ctypes.c_void_p * len(layout)).from_address(arguments)
+        values = [ctypes.string_at(address, size) for (_, size), address in zip(layout, addresses)]
+        self.launched.append((int(func), sizes, int(stream), values))
+        return self.ok()
 
     def cuGraphKernelNodeCopyAttributes(self, to, source):
         self.attributes[int(to)] = int(source)
