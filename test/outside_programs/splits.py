@@ -36,7 +36,7 @@ def with_where(x: Any, w: Any, p: Any) -> Any:
 def cond(x, w, p):
     y = (x @ w).sin()
     y = torch.cond(
-        p, lambda a: a * 2, lambda a: a - torch.rand_like(a).ceil(), (y,)
+        p, lambda a: a * 2, lambda a: a - torch.rand_like(a).clamp(min=1), (y,)
     )  # outside: split-control-flow cond
     return (y @ w).cos()
 
