@@ -541,6 +541,27 @@ class TestWhichAreInside(RelaunchTestCase):
         (message,) = self.why_split(fn, lambda: torch.tensor(True))
         self.assertIn("its predicate is no boolean on the device", message)
 
+    def test_program_with_streams(self):
+        def fn(x):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x.sin()
+            z = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * 2,))
+            torch.cuda.current_stream().wait_stream(side)
+            return (y + z).exp()
+
+        messages = self.why_split(fn, graphs=2)
+        self.assertIn("control flow: cond, for the program has streams of its own", messages)
+
+    def test_part_of_few_kernels(self):
+        def fn(x):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x.sin(),)).exp()
+
+        with inductor_config.patch({"triton.cudagraph_min_partition_size": 100}):
+            for message in self.why_split(fn, graphs=0):
+                self.assertIn("cudagraph_min_partition_size", message)
+
     @form.overlay_only
     def test_switch_for_comparisons(self):
         def fn(x):

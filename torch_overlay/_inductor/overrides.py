@@ -6,7 +6,6 @@ import functools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
-from torch._inductor.ir import MultiOutput, Switch
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
 from torch_overlay._inductor.relaunch import conditions, hooks as relaunch
@@ -14,8 +13,6 @@ from torch_overlay._inductor.streams import codegen, foreach, lowering
 from torch_overlay.hooks import override
 from torch_overlay.upstream_fixes import mutation_order, partition_concat
 
-
-SWITCH = "Switch ops"  # upstream's reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,11 +40,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
 
 def should_partition(original: Callable[..., str | None], scheduler: Any, node: Any) -> str | None:
     """Return why the graph is partitioned at a node, or None."""
-    reason = codegen.should_partition(original, scheduler, node)
-    if not isinstance(switch := node.node.inputs[0] if isinstance(node.node, MultiOutput) else node.node, Switch):
-        return reason
-    is_inside = not codegen.needs_plan(scheduler) and conditions.is_chosen_by_device(switch.fx_node)
-    return None if is_inside and reason in (None, SWITCH) else reason or SWITCH
+    return conditions.reason_to_cut(scheduler, node, codegen.should_partition(original, scheduler, node))
 
 
 def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:

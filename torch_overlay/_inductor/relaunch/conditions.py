@@ -15,6 +15,7 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, split_off
 from torch_overlay._inductor.relaunch.attention_seeds import PROBABILITY
 from torch_overlay._inductor.relaunch.capture.allocations import OURS
+from torch_overlay._inductor.streams.planned_region import needs_plan
 
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
+SWITCH = "Switch ops"  # upstream's reason to cut
 RUNTIME = "from torch_overlay._inductor.relaunch.capture.branches import choose"
 ARE_INSIDE: bool = True  # False splits all conditions off, for comparisons
 DEVICES = ("cuda",)
@@ -105,6 +107,22 @@ def _why_not_branch(module: GraphModule, device: torch.device, depth: int) -> st
     return None
 
 
+def _is_inside(scheduler: Any, switch: Any) -> bool:
+    """True if a node of Inductor's is a condition inside of a graph. Streams of the program's own are planned around
+    it, not in it."""
+    return not needs_plan(scheduler) and is_chosen_by_device(switch.fx_node)
+
+
+def reason_to_cut(scheduler: Any, node: Any, reason: str | None) -> str | None:
+    """Return why the graph is partitioned at a node, or None. `reason`: what it would be without conditions inside."""
+    from torch._inductor.ir import MultiOutput, Switch
+
+    switch = node.node.inputs[0] if isinstance(node.node, MultiOutput) else node.node
+    if not isinstance(switch, Switch):
+        return reason
+    return None if reason in (None, SWITCH) and _is_inside(scheduler, switch) else reason or SWITCH
+
+
 def codegen_switch(original: Callable[..., None], wrapper: Any, switch: Any) -> None:
     """Override PythonWrapperCodegen.codegen_switch: write a call that runs one branch, or captures both."""
     import torch._inductor.config as inductor_config
@@ -112,7 +130,7 @@ def codegen_switch(original: Callable[..., None], wrapper: Any, switch: Any) -> 
 
     is_python = not (V.graph.cpp_wrapper or V.graph.aot_mode or V.graph.fx_wrapper)
     asked = is_python and switch.is_cond and inductor_config.triton.cudagraphs
-    if not asked or not is_chosen_by_device(switch.fx_node):
+    if not asked or not _is_inside(V.graph.scheduler, switch):
         original(wrapper, switch)
         return
     for branch in switch.branches:

@@ -125,10 +125,10 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
     fx_node = getattr(node.node, "fx_node", None)
     overload = getattr(node.node, "op_overload", None) or getattr(fx_node, "target", None)
     operator = name_of(overload) if overload is not None else ""
-    if fx_node is not None and is_control_flow(fx_node):
+    if fx_node is not None and is_control_flow(fx_node) and reason != SMALL:
         code, reason = "split-control-flow", f"control flow: {operator}"
-        if operator == "cond" and (why := conditions.why_not(fx_node)) is not None:
-            reason = f"{reason}, for {why}"
+        if operator == "cond":
+            reason = f"{reason}, for {conditions.why_not(fx_node) or 'the program has streams of its own'}"
     elif operator.startswith("streams::"):
         code = "split-streams"
     elif code == "split-unsafe":
