@@ -4,6 +4,8 @@ The stand-in for a device takes it, too, and what the other branch would write s
 for both outcomes, with other inputs at each call, and the capture sees one outcome alone.
 """
 
+import os
+import tempfile
 from types import SimpleNamespace
 from unittest import mock
 
@@ -401,6 +403,16 @@ class TestSplitOff(Case):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
         self.assertIn("the driver has the flu", split_off.failed()["cond"])
+
+    def test_later_processes_try_again(self):
+        self.device.without_conditionals = True
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+            with inductor_config.patch(force_disable_caches=False):
+                run = self.region(choice(COSINE, SINE))
+                for outcome in OUTCOMES[:2]:
+                    run([torch.tensor(outcome), torch.randn(4, 4), torch.randn(4, 4)])
+                self.assertEqual(list(split_off.failed()), ["cond"])
+            self.assertEqual(os.listdir(folder), [])
 
 
 class TestWholePrograms(Case):

@@ -161,13 +161,14 @@ class RegionGraphs:
         if not failed.is_final and state.failures < FAILURES:
             return
         if failed.reason in OF_BRANCHES and has_branches(self.region.model):
-            self._blame(state, Culprit("cond", failed.line, f"can't be in a graph: {failed}"))
+            # A different driver may do, or a different operator may have failed: later processes try again.
+            self._blame(state, Culprit("cond", failed.line, f"can't be in a graph: {failed}"), lasting=False)
         else:
             self.refuse(state, failed.reason, str(failed), operator=failed.operator, line=failed.line)
 
-    def _blame(self, state: State, culprit: Culprit) -> None:
+    def _blame(self, state: State, culprit: Culprit, lasting: bool = True) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse."""
-        split_off.remember(culprit.operator, culprit.did)
+        split_off.remember(culprit.operator, culprit.did, lasting)
         message = f"{culprit.operator} {culprit.did}"
         about = {"operator": culprit.operator, "line": culprit.line}
         if culprit.operator not in self._known_to_fail and split_off.compile_again(self.code.compile_id):
