@@ -25,7 +25,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.capture import kernel_names
+from torch_overlay._inductor.relaunch.capture import calls, kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.driver import Driver
@@ -104,6 +104,11 @@ class Cuda:
     @functools.cached_property
     def driver(self) -> Driver:
         return Driver()
+
+    @property
+    def library_calls(self) -> Any:
+        """Return the entries of this device: Note [Library calls as entries] of `capture.calls`."""
+        return calls.entries(self.index, self.empty)
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
