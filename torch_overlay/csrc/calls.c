@@ -88,9 +88,10 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *entries; /* key -> an Entry; True: it was called; None: it can't be an entry */
-    PyObject
-        *functions;   /* a kernel's function -> offsets of pointers in its block, as bytes; None: they can't be known */
+    /* key -> an Entry; True: it was called; or a text: why it is no entry */
+    PyObject *entries;
+    /* function of a kernel -> the offsets of pointers in its block, as bytes; or a text: why they aren't known */
+    PyObject *functions;
     PyObject *device; /* with `enter`, `leave`, `elsewhere`, `temporaries`, `modes`, `empty` */
     unsigned long long captured, launched;
 } Calls;
