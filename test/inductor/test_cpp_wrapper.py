@@ -1,7 +1,7 @@
-"""C++ wrappers of programs with streams: the plan of the Python wrapper, written as C++.
+"""C++ wrappers and AOTInductor of programs with streams: the plan of the Python wrapper, written as C++.
 
 `TestChecked` compiles the generated C++ against stand-ins and checks what it does, as `check` does with Python's text.
-`TestText` compiles the same text with PyTorch's own headers.
+`TestText` compiles the same text with PyTorch's own headers, and `TestAotInductor` reads the text of a package.
 """
 
 import functools
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+import other_wrappers
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.test_case import TestCase
@@ -122,3 +123,91 @@ region0.leave(is_aliased0);""",
         command = ["g++", "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", *includes, "-x", "c++", "-"]
         made = subprocess.run(command, input=source, capture_output=True, text=True)
         self.assertEqual(made.returncode, 0, made.stderr[:3000])
+
+
+class Waits(torch.nn.Module):
+    """A branch that is forked and joined by `wait_stream`, which upstream's AOTInductor refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return corpus.forked(self.side)(x, x)
+
+
+class NeverJoined(torch.nn.Module):
+    """A side stream that waits for nothing, and that nothing waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self.side):
+            y = (x * 2).sum(0)
+        return y
+
+
+class WaitsForTheCaller(torch.nn.Module):
+    """It waits for an event that somebody else records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.begun = torch.cuda.Stream(), torch.cuda.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.wait(self.side)
+        with torch.cuda.stream(self.side):
+            y = (x * 2).sum(0)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return y
+
+
+class TestAotInductor(TestCase):
+    def statements(self, model: type[torch.nn.Module]) -> list[str]:
+        text = other_wrappers.aot_inductor(model)
+        body = text.partition("::run_impl(\n")[2].partition("} // AOTInductorModel::run_impl")[0]
+        found = []
+        for line in map(str.strip, body.splitlines()):
+            if call := re.match(r"(?:frame0\.(\w+)|call_(triton\w+))\((.*)\);", line):
+                streams = re.findall(r"stream\w*(?=[,)]|$)", call[3])
+                found.append(" ".join([call[1] or "launch", *streams]))
+        return found
+
+    def test_streams_are_forked_and_joined_by_wait_stream(self) -> None:
+        self.assertEqual(
+            self.statements(Waits),
+            [
+                "record stream0_raw",
+                "wait stream1_raw",
+                "launch stream1_raw",
+                "record stream1_raw",
+                "launch stream0_raw",
+                "wait stream0_raw",
+            ],
+        )
+
+    def test_an_event_under_two_names_is_one(self) -> None:
+        self.assertEqual(
+            self.statements(other_wrappers.Branch),
+            [
+                "record stream0_raw",
+                "wait stream2_raw",
+                "launch stream2_raw",
+                "record stream2_raw",
+                "launch stream0_raw",
+                "wait stream0_raw",
+                "launch stream0_raw",
+            ],
+        )
+
+    def test_streams_that_nobody_knows_are_joined(self) -> None:
+        self.assertEqual(
+            self.statements(NeverJoined),
+            ["record stream0_raw", "wait stream1_raw", "launch stream1_raw", "record stream1_raw", "wait stream0_raw"],
+        )
+
+    def test_an_event_of_the_caller_is_refused_with_its_line(self) -> None:
+        with self.assertRaisesRegex(Exception, r"AOTInductor can't compile an event of the caller, at .*test_cpp_wr"):
+            self.statements(WaitsForTheCaller)

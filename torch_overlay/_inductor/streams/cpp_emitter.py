@@ -1,4 +1,4 @@
-"""Write a plan as C++, for `cpp_wrapper`.
+"""Write a plan as C++, for `cpp_wrapper` and AOTInductor.
 
 The plan and its place among the lines are those of Python (`emitter`), and the definition of a region is written out
 (`region_spec`): an object of `csrc/generated_region.h` has the events of a call, and each record and wait is a call of
@@ -12,7 +12,9 @@ its methods. A switch of the current stream is a guard, which a C++ exception le
     ...
     region0.leave(is_aliased0);
 
-The streams of a call are those of the running graph's table, which Python looks up (`streams.runtime.CppRegion`).
+Under torch.compile the streams of a call are those of the running graph's table, which Python looks up
+(`streams.runtime.CppRegion`). Code of AOTInductor has no caller in Python: its side streams are made once for each
+thread and device by upstream's `AOTIPerThreadStreamCache`, and nobody else knows them.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import dataclasses
 from typing import Any, NoReturn, TYPE_CHECKING
 
 from torch._inductor import ir
+from torch._inductor.virtualized import V
 
 from torch_overlay import csrc
-from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
+from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index, is_copy_stream
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams.alignment import AlignedInputs
@@ -51,8 +54,16 @@ RECORD_STREAM = "generated_record_stream.h"  # has headers of ATen, which take l
 @dataclasses.dataclass
 class CppKernelCall(PlacedKernelCall):
     def codegen(self, code: IndentedBuffer) -> None:
+        wrapper: Any = self.line.wrapper
+        calls = wrapper.wrapper_call
+        written = (calls.aot if V.graph.is_dual_wrapper_mode else calls)._lines
+        first = len(written)
         self.line = dataclasses.replace(self.line, current_stream_idx=None)  # upstream's number of the stream
         super().codegen(code)
+        # Upstream's AOTInductor launches the kernels of all streams on the caller's.
+        for i, line in enumerate(written[first:], first):
+            if isinstance(line, str):
+                written[i] = line.replace(", stream, kernels, ", f", {self.raw_stream}, kernels, ")
 
 
 class CppAlignedInputs(AlignedInputs):
@@ -61,7 +72,8 @@ class CppAlignedInputs(AlignedInputs):
     emitter: Any  # a CppRegionEmitter
 
     def handled(self, checked: Mapping[str, int]) -> set[str]:
-        return set(checked)
+        # AOTInductor copies at the entry: nobody but the caller's stream can have written its inputs.
+        return set() if V.graph.aot_mode else set(checked)
 
     def call(self, function: str, name: str, *more: str) -> str:
         return f"torch_overlay::{function}({', '.join([name, f'{name}_orig', *more])})"
@@ -128,6 +140,8 @@ class CppRegionEmitter(RegionEmitter):
     # -- names and declarations
 
     def require(self, statement: str) -> None:
+        if V.graph.aot_mode:
+            self.root._ensure_aoti_stream_helpers_emitted()
         self.include(RUNTIME)
 
     def include(self, name: str) -> None:
@@ -167,6 +181,8 @@ class CppRegionEmitter(RegionEmitter):
             self.write(self.operation(kind, event, self.stream(stream)))
 
     def write_object_method(self, number: int, method: str, *streams: int) -> None:
+        if V.graph.aot_mode:
+            self.refuse("an event of the caller", self.node)
         self.object(number)
         places = [self.position(stream) for stream in streams] or [-1]
         self.write(f'region{self.number}.use_event({number}, "{method}", {places[0]})')
@@ -190,26 +206,37 @@ class CppRegionEmitter(RegionEmitter):
 
     def write_definition(self, spec: RegionSpec) -> None:
         self.definition = spec
+        if V.graph.aot_mode:  # the code that tunes kernels for AOTInductor runs on the current stream
+            spec = dataclasses.replace(spec, streams=spec.streams[:1] * len(spec.streams), distinct=())
         text = ", ".join(f"{name}={getattr(spec, name)}" for name in _LOOKED_UP)
         header = self.root.header
-        header.writeline(f'static torch_overlay::PythonRegion region{self.number}("{text}");')
+        header.writeline_jit(f'static torch_overlay::PythonRegion region{self.number}("{text}");')
         header.writeline(f"static thread_local torch_overlay::Events events{self.number};")
 
     def write_prologue(self, code: Any) -> None:
         if not self.prologue():
             return
         n, spec, device = self.number, self.definition, self.device
-        code.writeline(f"const int {self.device_name} = {device};")
-        code.writeline(f"CUstream streams{n}[{len(self.streams)}];")
-        code.writeline(f"const bool is_aliased{n} = region{n}.enter(streams{n}, {len(self.streams)});")
+        code.writeline_jit(f"const int {self.device_name} = {device};")
+        code.writeline_jit(f"CUstream streams{n}[{len(self.streams)}];")
+        code.writeline_jit(f"const bool is_aliased{n} = region{n}.enter(streams{n}, {len(self.streams)});")
+        code.writeline_aot(f"const int {self.device_name} = this->device_idx_;")
         for stream, position in self.streams.items():
-            code.writeline(f"CUstream {self.named(stream)} = streams{n}[{position}];")
+            code.writeline_jit(f"CUstream {self.named(stream)} = streams{n}[{position}];")
+            code.writeline_aot(f"CUstream {self.named(stream)} = {self.found_by_aot(stream)};")
         caller = self.named(self.caller)
         code.writeline(f"torch_overlay::Frame {self.frame}(events{n}, {self.device_name}, {spec.events}, {caller});")
         code.writeline(f"std::optional<torch_overlay::AOTICudaStreamGuard> guard{n};")
         for text in self.declarations:
             code.writeline(text)
         self.write_boundary(code, spec.entry)
+
+    def found_by_aot(self, stream: int) -> str:
+        if callers_device(stream) is not None:
+            return "stream"
+        if is_copy_stream(stream):
+            self.refuse("copies of saved activations")
+        return f"_aoti_aux_stream_cache.get({stream}, this->device_idx_, stream)"
 
     def write_boundary(self, code: Any, operations: Any) -> None:
         names = [self.named(stream) for stream in self.streams]
@@ -221,7 +248,7 @@ class CppRegionEmitter(RegionEmitter):
             return
         code.writeline(f"guard{self.number}.reset();")
         self.write_boundary(code, self.definition.exit)
-        code.writeline(f"region{self.number}.leave(is_aliased{self.number});")
+        code.writeline_jit(f"region{self.number}.leave(is_aliased{self.number});")
 
 
 __all__ = ["CppRegionEmitter"]
