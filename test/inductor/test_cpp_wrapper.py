@@ -92,8 +92,8 @@ class TestText(TestCase):
         self.assertExpectedInline(
             "\n".join(self.body()),
             """\
-const bool is_aliased0 = region0.enter(streams0, 2);
-torch_overlay::Frame frame0(events0, device0, 2, stream0_raw);
+torch_overlay::Frame frame0(events0, device0, 2, streams0[0]);
+const bool is_aliased0 = region0.enter(streams0, 2, device0);
 std::optional<torch_overlay::AOTICudaStreamGuard> guard0;
 frame0.record(0, stream0_raw);
 frame0.wait(0, stream1_raw);
@@ -168,12 +168,8 @@ class TestAotInductor(TestCase):
     def statements(self, model: type[torch.nn.Module]) -> list[str]:
         text = other_wrappers.aot_inductor(model)
         body = text.partition("::run_impl(\n")[2].partition("} // AOTInductorModel::run_impl")[0]
-        found = []
-        for line in map(str.strip, body.splitlines()):
-            if call := re.match(r"(?:frame0\.(\w+)|call_(triton\w+))\((.*)\);", line):
-                streams = re.findall(r"stream\w*(?=[,)]|$)", call[3])
-                found.append(" ".join([call[1] or "launch", *streams]))
-        return found
+        found = re.findall(r"frame0\.(\w+)\(\d+, (\w+)\);|\{ auto stream = (\w+);\n +call_triton", body)
+        return [f"{method} {stream}" if method else f"launch {launch}" for method, stream, launch in found]
 
     def test_streams_are_forked_and_joined_by_wait_stream(self) -> None:
         self.assertEqual(

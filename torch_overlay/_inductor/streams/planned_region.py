@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
-from torch_overlay._functorch.streams.tokens import CALLER, state
+from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu, owner_of, stream_operation, user_stream
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, exit_waits, saved_on_streams
@@ -150,16 +150,6 @@ def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
             reader.ops[i] = replace(op, promised_to=kept)
 
 
-def join_hidden_streams(reader: RegionReader) -> None:
-    """Order each side stream after the caller's stream at the entry, and before it at the exit: nobody knows the side
-    streams of AOTInductor's code, so nobody else can.
-    """
-    for i, op in enumerate(reader.ops):
-        if op.stream is not None and callers_device(op.stream) is None and op.stream != HOST:
-            caller = frozenset((CALLER,))
-            reader.ops[i] = replace(op, after=op.after | caller, promised_to=op.promised_to | caller)
-
-
 @dataclass(frozen=True)
 class PlannedRegion:
     """A planned list of scheduler nodes: its plan, and for each node the index of its operation in the plan."""
@@ -206,8 +196,6 @@ def plan_region(
     reader.read()
     buffers = read_buffers(reader)
     drop_inner_promises(reader, buffers)
-    if V.graph.aot_mode and not enclosed:
-        join_hidden_streams(reader)
     plan = plan_streams(reader.ops, buffers, reader.promised(), known)
     private = frozenset(reader.tokens.private)
     concerned = reader.tokens.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))

@@ -53,7 +53,7 @@ def source_of(text: str) -> str:
     if re.search(r"custom_op_wrapper|aoti_torch_call_dispatcher|c10::IValue|\.size\(|temporary_reference", body):
         raise CheckError("the C++ calls operators by the dispatcher, or reads sizes, which isn't simulated")
     names = sorted(set(_CALLED.findall(body)) | {"aoti_torch_clone_preserve_strides", "aoti_torch_copy_"})
-    names = sorted({*names, "aoti_torch_new_tensor_handle"})
+    names = sorted({*names, "aoti_torch_new_tensor_handle", "aoti_torch_get_current_cuda_stream"})
     constants = sorted({found[0] for found in _CONSTANT.finditer(body)})
     functions = [
         f'template <class... A> int64_t {name}(const A&... given) {{ return call_python("{name}", given...); }}'

@@ -125,7 +125,7 @@ using CUcontext = void *;
 using CUdevice = int;
 using CUstreamCaptureStatus = int;
 
-enum { CUDA_SUCCESS, CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_EVENT_DISABLE_TIMING = 2 };
+enum { CUDA_SUCCESS, CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_EVENT_DISABLE_TIMING = 2, CU_STREAM_NON_BLOCKING = 1 };
 
 #define CUDA_DRIVER_CHECK(call) static_cast<void>(call)
 #define AOTI_TORCH_ERROR_CODE_CHECK(call) static_cast<void>(call)
@@ -154,6 +154,13 @@ inline CUresult cuEventRecord(CUevent event, CUstream stream) { return call_pyth
 inline CUresult cuStreamWaitEvent(CUstream stream, CUevent event, int) { return call_python("wait", event, stream), 0; }
 
 inline CUresult cuEventSynchronize(CUevent event) { return call_python("synchronize", event), 0; }
+
+inline CUresult cuStreamCreate(CUstream *stream, int) {
+    *stream = reinterpret_cast<CUstream>(call_python("create_stream"));
+    return CUDA_SUCCESS;
+}
+
+inline CUresult cuStreamDestroy(CUstream) { return CUDA_SUCCESS; }
 
 inline CUresult cuStreamSynchronize(CUstream stream) { return call_python("synchronize_stream", stream), 0; }
 
@@ -208,7 +215,7 @@ struct PythonRegion {
 
     explicit PythonRegion(const char *spec) : spec(spec) {}
 
-    bool enter(CUstream *streams, std::size_t count) { return call_python("enter", spec, streams, count); }
+    bool enter(CUstream *streams, std::size_t count, int) { return call_python("enter", spec, streams, count); }
 
     void leave(bool is_aliased) {
         if (is_aliased) call_python("leave", spec);
