@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import operator
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -47,6 +48,12 @@ class OneStream(torch.nn.Module):
         return y @ x
 
 
+def write_source(call: DeferredTritonCallWrapper, wrapper: Any) -> None:
+    """Write a kernel's source, as wrappers do that compile it when they run."""
+    source = wrapper._kernel_name_to_body[call.kernel_name]
+    wrapper.prefix.splice(f'static const char* {call.kernel_name}_source = R"TRITON({source})TRITON";')
+
+
 @contextlib.contextmanager
 def texts() -> Iterator[list[str]]:
     """The text that is generated inside for AOTInductor; neither that nor the kernels are compiled."""
@@ -57,18 +64,26 @@ def texts() -> Iterator[list[str]]:
         return "not_compiled.so"
 
     with (
+        torch._inductor.config.patch({"triton.autotune_at_compile_time": True}),  # as if there were a GPU
         mock.patch.object(codecache.AotCodeCompiler, "compile", keep),
         mock.patch.object(PythonWrapperCodegen, "generate_and_run_autotune_block"),
-        mock.patch.object(DeferredTritonCallWrapper, "generate"),
+        mock.patch.object(DeferredTritonCallWrapper, "generate", write_source),
+        mock.patch("torch._inductor.graph.is_same_tensor", operator.is_),  # weights have no addresses
     ):
         yield found
 
 
-def aot_inductor(model: type[torch.nn.Module]) -> str:
+def aot_inductor(model: type[torch.nn.Module], size: int = 64) -> str:
     with simulated_gpu(), texts() as found:
-        x = torch.empty(64, 64, device="cuda")
+        x = torch.empty(size, size, device="cuda")
         program = torch.export.export(model(), (x,), strict=True).module()
-        with unset_fake_temporarily():  # the exported program has a mode of its own
+        (value,) = (node.meta["val"] for node in program.graph.find_nodes(op="placeholder"))
+        with unset_fake_temporarily(), value.fake_mode:  # the exported program has a mode of its own
+            x = torch.empty(x.shape, device="cuda")
+            for weights, kind in ((program._parameters, torch.nn.Parameter), (program._buffers, torch.nn.Buffer)):
+                for name, weight in weights.items():
+                    weights[name] = kind(torch.empty(weight.shape, device="cuda"))
+        with unset_fake_temporarily():
             torch._inductor.aot_compile(program, (x,))
         (text,) = found
         return text

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sysconfig
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 from stream_programs import by_name, PROGRAMS
+from torch_overlay import config
 from torch_overlay.analysis.race_check.checking import check
-from torch_overlay.testing import compile_only, simulated_gpu
+from torch_overlay.testing import _stub_module, compile_only, simulated_gpu
 
 
 CPP = {"cpp_wrapper": True}
@@ -164,7 +166,98 @@ class WaitsForTheCaller(torch.nn.Module):
         return y
 
 
+class Written(torch.nn.Module):
+    """An input and a buffer that a side stream writes, and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+        self.weight = torch.nn.Parameter(torch.empty(64, 64, device="cuda"), requires_grad=False)
+        self.register_buffer("state", torch.empty(64, 64, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x @ self.weight
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            x.add_(before @ self.weight)
+            self.state.copy_(x @ x)
+        y = (before @ before).relu()
+        torch.cuda.current_stream().wait_stream(self.side)
+        return y @ x
+
+
+class Blocks(torch.nn.Module):
+    """Two side streams that wait for each other, block after block, and values that only one of them reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.other = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        y = z = x
+        for i in range(4):
+            with torch.cuda.stream(self.side):
+                y = y @ x + i
+            self.other.wait_stream(self.side)
+            with torch.cuda.stream(self.other):
+                z = (z @ y).relu()
+            if i % 2:
+                self.side.wait_stream(self.other)
+                with torch.cuda.stream(self.side):
+                    y = y @ z
+        w = x @ x
+        current.wait_stream(self.side)
+        current.wait_stream(self.other)
+        return y @ w, z
+
+
+class Synchronizes(torch.nn.Module):
+    """The host waits for an event that the program records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.done = torch.cuda.Stream(), torch.cuda.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            y = (x @ x).relu()
+            self.done.record()
+        self.done.synchronize()
+        return y @ x
+
+
+@instantiate_parametrized_tests
 class TestAotInductor(TestCase):
+    def checked(self, model: type[torch.nn.Module], rewrite: Any = None) -> Any:
+        """Check a package, of which the caller knows the current stream alone."""
+        with config.patch(fold_branches_below_us=0.0):
+            text = other_wrappers.aot_inductor(model)
+        with simulated_gpu():
+            weights, loaded = list(model().state_dict().values()), []
+
+            def run(x: torch.Tensor) -> Any:
+                if not loaded:
+                    loaded.append(_stub_module._execute[-1](text, types.SimpleNamespace(__file__="")))
+                return loaded[0].call([x, *weights])
+
+            return check(run, torch.empty(64, 64, device="cuda"), compile=False, eager=False, rewrite=rewrite)
+
+    @parametrize("model", [Waits, Written, Blocks, Synchronizes, other_wrappers.Branch])
+    def test_packages_are_ordered(self, model: type[torch.nn.Module]) -> None:
+        report = self.checked(model)
+        self.assertTrue(report.ok, str(report))
+
+    def test_a_wait_that_is_missing_is_found(self) -> None:
+        report = self.checked(Waits, lambda text: re.sub(r"frame0\.wait\(1, stream0_raw\);", "", text))
+        self.assertFalse(report.ok)
+
+    def test_a_launch_on_a_wrong_stream_is_found(self) -> None:
+        report = self.checked(Waits, lambda text: text.replace("{ auto stream = stream1_raw;", "{"))
+        self.assertIn("RAW", str(report))
+
     def statements(self, model: type[torch.nn.Module]) -> list[str]:
         text = other_wrappers.aot_inductor(model)
         body = text.partition("::run_impl(\n")[2].partition("} // AOTInductorModel::run_impl")[0]

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -207,6 +208,30 @@ template <class... A> AtenTensorHandle reinterpret_tensor_wrapper(const A &...gi
 inline RAIIAtenTensorHandle wrap_with_raii_handle_if_needed(AtenTensorHandle handle) {
     return RAIIAtenTensorHandle(handle);
 }
+
+/* A package of AOTInductor. */
+using AOTIProxyExecutorHandle = void *;
+
+struct AOTInductorModelKernels {};
+
+struct AOTInductorModel {
+    struct Constants {
+        AtenTensorHandle *first;
+
+        AtenTensorHandle &at(int i) { return first[i]; }
+    } constants, *constants_ = &constants;
+
+    int device_idx_ = 0;
+    std::unique_ptr<AOTInductorModelKernels> kernels_ = std::make_unique<AOTInductorModelKernels>();
+
+    void __check_inputs_outputs(AtenTensorHandle *, AtenTensorHandle *) {}
+
+    void run_impl(AtenTensorHandle *, AtenTensorHandle *, DeviceStreamType, AOTIProxyExecutorHandle);
+};
+
+inline bool _check_aoti_runtime_check_inputs_env() { return false; }
+
+#define AOTI_TORCH_WARN(message)
 
 namespace torch_overlay {
 
