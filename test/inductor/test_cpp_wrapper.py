@@ -116,13 +116,20 @@ region0.leave(is_aliased0);""",
 
     @form.slow
     def test_it_compiles_with_the_headers_of_torch(self) -> None:
-        source = self.text.partition('cpp_wrapper_src = (\nr"""')[2].partition('"""\n)')[0]
+        self.compile(self.text.partition('cpp_wrapper_src = (\nr"""')[2].partition('"""\n)')[0])
+
+    @form.slow
+    def test_a_package_compiles_with_the_headers_of_torch(self) -> None:
+        text = other_wrappers.aot_inductor(Waits)
+        self.compile(re.sub(r"\bcall_triton\w+\(.*\);", "", text), "-DAOT_INDUCTOR")  # kernels aren't compiled
+
+    def compile(self, source: str, *flags: str) -> None:
         torch_folder, cuda = Path(torch.__file__).parent, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
         if not (cuda / "include/cuda.h").exists():
             self.skipTest("no headers of CUDA")
         folders = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", cuda / "include"]
         includes = [f"-I{folder}" for folder in (*folders, sysconfig.get_path("include"))]
-        command = ["g++", "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", *includes, "-x", "c++", "-"]
+        command = ["g++", "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", *flags, *includes, "-x", "c++", "-"]
         made = subprocess.run(command, input=source, capture_output=True, text=True)
         self.assertEqual(made.returncode, 0, made.stderr[:3000])
 

@@ -69,8 +69,9 @@ class CppAlignedInputs(AlignedInputs):
     emitter: Any  # a CppRegionEmitter
 
     def handled(self, checked: Mapping[str, int]) -> set[str]:
-        # AOTInductor copies at the entry: nobody but the caller's stream can have written its inputs.
-        return set() if V.graph.aot_mode else set(checked)
+        if V.graph.aot_mode:  # upstream's AOTInductor copies them at the entry, and loses what is written there
+            V.graph.inputs_to_check = ()
+        return set(checked)
 
     def call(self, function: str, name: str, *more: str) -> str:
         return f"torch_overlay::{function}({', '.join([name, f'{name}_orig', *more])})"
