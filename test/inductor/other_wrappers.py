@@ -74,19 +74,26 @@ def texts() -> Iterator[list[str]]:
 
 
 def aot_inductor(model: type[torch.nn.Module], size: int = 64) -> str:
-    with simulated_gpu(), texts() as found:
-        x = torch.empty(size, size, device="cuda")
-        program = torch.export.export(model(), (x,), strict=True).module()
-        (value,) = (node.meta["val"] for node in program.graph.find_nodes(op="placeholder"))
-        with unset_fake_temporarily(), value.fake_mode:  # the exported program has a mode of its own
-            x = torch.empty(x.shape, device="cuda")
+    with simulated_gpu():
+        return package(model(), torch.empty(size, size, device="cuda"))
+
+
+def package(model: torch.nn.Module, *inputs: torch.Tensor) -> str:
+    """The C++ of a model's package."""
+    with texts() as found, torch.no_grad():
+        program = torch.export.export(model, inputs, strict=True).module()
+        mode = program.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode  # the exported program has its own
+
+        def of_program(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+        with unset_fake_temporarily(), mode:
+            inputs = tuple(map(of_program, inputs))
             for weights, kind in ((program._parameters, torch.nn.Parameter), (program._buffers, torch.nn.Buffer)):
-                for name, weight in weights.items():
-                    weights[name] = kind(torch.empty(weight.shape, device="cuda"))
+                weights.update((name, kind(of_program(weight))) for name, weight in weights.items())
         with unset_fake_temporarily():
-            torch._inductor.aot_compile(program, (x,))
-        (text,) = found
-        return text
+            torch._inductor.aot_compile(program, inputs)
+    return found[0]
 
 
 def compiled(model: type[torch.nn.Module], options: dict[str, Any], backward: bool = False) -> str:

@@ -116,7 +116,6 @@ class CppModule(Module):
         self.tensors: dict[int, Any] = {}
         self.events: list[torch.Event] = []
         self.streams: dict[int, Any] = {}
-        self.stack: list[torch.Stream] = []
         self.regions: dict[str, stream_runtime.CppRegion] = {}
         self.next = 0
         self.error: BaseException | None = None
@@ -259,7 +258,7 @@ class CppModule(Module):
         if kind == "Tensor":
             return self.value(first)
         if kind == "Optional[Tensor]":
-            return self.tensors[ctypes.c_int64.from_address(first.number).value] if first.number else None
+            return self.tensors.get(ctypes.c_int64.from_address(first.number).value) if first.number else None
         if kind == "List[int]":
             return self.ints(first.number, arguments.pop(0).number)
         if kind == "bool":
@@ -284,13 +283,13 @@ class CppModule(Module):
         torch._C._cuda_setDevice(index)
 
     def on_set_stream(self, handle: int, device: int) -> int:
-        self.stack.append(stream_runtime.callers_stream(device))
+        before: Any = stream_runtime.callers_stream(device)
+        self.streams[before.cuda_stream] = before
         stream_runtime.set_stream(self.stream(handle))
-        return len(self.stack)
+        return before.cuda_stream
 
-    def on_restore_stream(self, depth: int) -> None:
-        assert depth == len(self.stack)
-        stream_runtime.set_stream(self.stack.pop())
+    def on_restore_stream(self, before: int) -> None:
+        stream_runtime.set_stream(self.stream(before))
 
     def region(self, address: int) -> stream_runtime.CppRegion:
         spec = ctypes.string_at(address).decode()
