@@ -199,6 +199,23 @@ class Written(torch.nn.Module):
         return y @ x
 
 
+class Folded(torch.nn.Module):
+    """Weights from which a side stream computes a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+        self.weight = torch.nn.Parameter(torch.empty(64, 64, device="cuda"), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            y = (self.weight @ self.weight).relu() @ x
+        z = x @ x
+        torch.cuda.current_stream().wait_stream(self.side)
+        return y + z
+
+
 class Blocks(torch.nn.Module):
     """Two side streams that wait for each other, block after block, and values that only one of them reads."""
 
@@ -244,6 +261,19 @@ class Synchronizes(torch.nn.Module):
 
 @instantiate_parametrized_tests
 class TestAotInductor(TestCase):
+    def test_folded_constants_have_a_region_of_their_own(self) -> None:
+        with inductor_config.patch({"aot_inductor.use_runtime_constant_folding": True}):
+            text = other_wrappers.aot_inductor(Folded)
+        found = re.findall(r"class PackageRegion|static torch_overlay::PackageRegion region\d|region\d\.enter", text)
+        self.assertEqual(
+            found,
+            [
+                "class PackageRegion",
+                *(f"static torch_overlay::PackageRegion region{i}" for i in range(2)),
+                *(f"region{i}.enter" for i in range(2)),
+            ],
+        )
+
     def checked(self, model: type[torch.nn.Module], rewrite: Any = None) -> Any:
         """Check a package, of which the caller knows the current stream alone."""
         with simulated_gpu():

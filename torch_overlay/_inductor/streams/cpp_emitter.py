@@ -35,6 +35,7 @@ from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.plan import HOST
+from torch_overlay._inductor.streams.region_names import root_of
 from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
 from torch_overlay._inductor.user_lines import refuse_in_cpp
@@ -115,14 +116,16 @@ class CppRegionEmitter(RegionEmitter):
     def __init__(self, scheduler: Scheduler, region: PlannedRegion) -> None:
         self.declarations: list[str] = []
         self.own_events: dict[int, int] = {}  # of a package, by the user's numbers
+        if V.graph.const_module is not None:  # its code is in the same file
+            of_constants = WrapperNotes.of(V.graph.const_module.wrapper_code)
+            notes = WrapperNotes.of(root_of(V.graph.wrapper_code))
+            notes.regions, notes.included = max(notes.regions, of_constants.regions), of_constants.included
         super().__init__(scheduler, region)
         self.number = self.frame.removeprefix("frame")
         if self.device is None:
             self.refuse("streams of several devices")
         if V.graph.name is not None or inductor_config.triton.cudagraphs:
             self.refuse("a nested region")
-        if V.graph.is_const_graph:
-            self.refuse("streams of folded constants")
         self.caller = callers_stream_index(self.device)
         self.definition: Any = None  # the RegionSpec
 
