@@ -15,7 +15,7 @@ from torch_overlay._inductor.relaunch.capture import calls
 from torch_overlay._inductor.relaunch.launch import executable
 
 
-STREAM, CAPTURES = 0x55, 0x66
+STREAM, CAPTURES, CPU = 0x55, 0x66, 0
 KERNEL, MEMCPY, MEMSET, HOST, EMPTY = 0, 1, 2, 3, 5
 FOREIGN = 0x7E1234567000  # memory that no operand and no temporary has
 SPACE = 0x100200000000
@@ -163,7 +163,9 @@ class Library:
     def __init__(self, launches):
         self.launches, self.mode, self.is_busy, self.entered = launches, 0, False, 0
         self.called, self.allocated, self.again, self.fails = 0, {}, False, False
-        self.made = []  # temporary memory of launches
+        self.made = []  # memory that launches allocate
+        self.stays = None  # a tensor that can't be elsewhere
+        self.returns = None  # what the function returns in place of `out`
 
     def enter(self, again):
         if self.is_busy:
@@ -181,17 +183,38 @@ class Library:
         return b"".join(word.to_bytes(8, "little") for pair in self.allocated.items() for word in pair)
 
     def elsewhere(self, arguments):
-        return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in arguments)
+        memory = {}
 
-    def empty(self, size):
-        self.made.append(torch.empty(size, dtype=torch.uint8))
+        def moved(v):
+            if not isinstance(v, torch.Tensor):
+                return v
+            storage = v.untyped_storage()
+            other = memory.setdefault(storage.data_ptr(), storage.clone())
+            return torch.empty(0, dtype=v.dtype).set_(other, v.storage_offset(), v.size(), v.stride())
+
+        return tuple(v if v is self.stays else moved(v) for v in arguments)
+
+    def empty(self, size, stride=(1,), dtype=torch.uint8):
+        self.made.append(torch.empty_strided((size,) if isinstance(size, int) else size, stride, dtype=dtype))
         return self.made[-1]
+
+    def results(self, result, arguments):
+        return (
+            [self._result(v, arguments) for v in result]
+            if isinstance(result, tuple)
+            else self._result(result, arguments)
+        )
+
+    def _result(self, value, arguments):
+        if isinstance(value, tuple):  # ("scratch", bytes, offset) stands for a result
+            return self._word(value), ((value[1] // 4,), (1,), torch.float32)
+        return next((k for k, v in enumerate(arguments) if v is value), None)
 
     def function(self, *args, out):
         library = built()[1]
         if not library.is_capturing():
             self.called += 1
-            return out.fill_(1.0)
+            return out.fill_(1.0) if self.returns is None else (torch.ones(4), out, None)
         assert self.entered == 1
         if self.fails:
             raise RuntimeError("not in a capture")
@@ -201,7 +224,7 @@ class Library:
             library.add(
                 kind, ctypes.c_uint64(function), ctypes.c_uint64(grid), ctypes.c_uint64(cluster), len(words), held
             )
-        return out
+        return out if self.returns is None else (self.returns[0], out, self.returns[1])
 
     def _word(self, word):
         if isinstance(word, torch.Tensor):
@@ -217,6 +240,42 @@ def product(a, b, out):
     return [(KERNEL, 0x1004, a.shape[0], (a, b, out, a.shape[1]))]
 
 
+class TestDevice(TestCase):
+    def test_tensors_elsewhere_are_as_much_aligned_and_overlap_as_before(self):
+        device = calls.Device(None, torch.empty_strided)
+        whole = aligned(4096)
+        tensors = whole[1000:2000], whole[:500], whole[400:700].view(3, 100), torch.empty(0), 1.5
+        with (
+            mock.patch.object(device, "_room", lambda need: SPACE + 4 if need < 1 << 20 else None),
+            mock.patch.object(calls, "_placed", lambda tensor, address: address),
+        ):
+            moved = device.elsewhere(tensors)
+        a, b, c, _, number = moved
+        self.assertEqual((number, c - b), (1.5, tensors[2].data_ptr() - tensors[1].data_ptr()))
+        self.assertTrue(a >= c + 1200 or a + 4000 <= b)
+        self.assertTrue(all(n >= SPACE + 4 for n in (a, b, c)))
+        self.assertEqual([n % 512 for n in (a, b, c)], [t.data_ptr() % 512 for t in tensors[:3]])
+
+    def test_results(self):
+        device = calls.Device(None, torch.empty_strided)
+        given, fresh = torch.ones(3), torch.ones(2, 3).t()
+        found = device.results((given, fresh, None, 4, fresh[1:], torch.ones(0)), (1, given))
+        self.assertEqual(found[:4], [1, (fresh.data_ptr(), ((3, 2), (1, 3), torch.float32)), None, None])
+        self.assertEqual(found[4:], [calls.UNKNOWN, (0, ((0,), (1,), torch.float32))])
+        self.assertEqual(device.results(given, (given,)), 0)
+
+    def test_empty(self):
+        device = calls.Device(None, lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+        self.assertEqual((device.empty(5).dtype, device.empty(5).shape), (torch.uint8, (5,)))
+        self.assertEqual(device.empty((2, 3), (1, 2), torch.float64).stride(), (1, 2))
+
+    def test_functions(self):
+        self.assertTrue(calls.may_be_entry(torch.mm, ("out",)))
+        self.assertFalse(calls.may_be_entry(torch.mm, ()))
+        self.assertFalse(calls.may_be_entry(torch.mul, ("out",)))
+        self.assertTrue(calls.may_be_entry(calls.OPERATORS[0], ("scale",)))
+
+
 class TestEntries(TestCase):
     def setUp(self):
         super().setUp()
@@ -226,7 +285,7 @@ class TestEntries(TestCase):
         patched.start()
         self.addCleanup(patched.stop)
 
-    def made(self, launches=product, tensors=2, constants=(), names=("out",)):
+    def made(self, launches=product, tensors=2, constants=(), names=("out",), items=0, kind=CPU):
         """Have one call in code of which all tensors are inputs. Return the library, and the code."""
         library = Library(launches)
         function = library.function  # one object, as functions of a library are
@@ -236,10 +295,11 @@ class TestEntries(TestCase):
             for tensor in held:
                 shown.add(tensor)
             operands = [shown.operand(v) for v in (*held[:-1], *constants, held[-1])]
-            shown.note_call(function, names, tuple(operands), held[-1])
-            shown.result = shown.operand(held[-1])
-        self.assertEqual([step.kind for step in shown.steps], [steps.ENTRY])
-        self.entries = built()[0].calls(library)
+            made = (torch.zeros(4), held[-1], None)[:items] or held[-1]
+            shown.note_call(function, names, tuple(operands), made)
+            shown.result = shown.operand(made[:2] if items else made)
+        self.assertEqual(shown.steps[0].kind, steps.ENTRY)
+        self.entries = built()[0].calls(library, kind)
         device = 0, lambda: 0, lambda index: STREAM, 0
         return library, built()[0].steps(**shown.arguments(()), device=device, calls=self.entries)
 
@@ -313,13 +373,52 @@ class TestEntries(TestCase):
         self.assertFalse(self.is_entry(code, *self.tensors()))
         self.assertEqual((library.called, self.entries.captured), (3, 0))
 
-    def test_tensors_that_overlap_are_no_entry(self):
+    def test_tensors_that_overlap_move_together(self):
         library, code = self.made()
-        a, _, out = self.tensors()
-        self.assertFalse(self.is_entry(code, a, a.t(), out))
-        whole = aligned(24)
-        self.assertFalse(self.is_entry(code, whole[:12].view(4, 3), whole[11:23].view(3, 4), out))
-        self.assertTrue(self.is_entry(code, whole[:12].view(4, 3), whole[12:].view(3, 4), out))
+        for _ in range(3):
+            a, _, out = self.tensors()
+            launched = self.run_code(code, a, a.t(), out)
+        self.assertEqual(launched[0][4], self.words((a, a, out), 3))
+        for distance in (11, 7):  # each is a kind of call of its own
+            called = library.called
+            for _ in range(3):
+                whole = aligned(24)
+                a, b, out = whole[:12].view(4, 3), whole[distance : distance + 12].view(3, 4), aligned(4, 4)
+                launched = self.run_code(code, a, b, out)
+            self.assertEqual(launched[0][4], self.words((a, b, out), 3))
+            self.assertEqual(library.called, called + 1)
+
+    def test_tensor_of_another_device_is_passed_to_no_kernel(self):
+        for stays in (False, True):
+            library, code = self.made(kind=CPU + 1)
+            tensors = self.tensors()
+            library.stays = tensors[0] if stays else None
+            self.assertFalse(self.is_entry(code, *tensors))
+            (why,) = self.entries.entries.values()
+            self.assertIn("an address", why)
+
+    def test_results_are_allocated_for_each_launch(self):
+        """One in new memory, one that is an argument, and None."""
+        library, code = self.made(lambda a, b, out: [(KERNEL, 0x1004, 1, (a, b, out, ("scratch", 4096, 0)))], items=3)
+        library.returns = ("scratch", 4096, 0), None
+        results = [code.run([*self.tensors()]) for _ in range(3)]
+        self.assertEqual([len(each) for each in results], [2, 2, 2])
+        tensors = a, b, out = self.tensors()
+        library.made.clear()
+        fresh, same = code.run([*tensors])
+        self.assertIs(same, out)
+        self.assertIs(fresh, library.made[0])
+        self.assertEqual(fresh.shape, (1024,))
+        self.assertEqual(self.entries.launched, 3)
+
+    def test_results_that_no_launch_can_make(self):
+        scratch = "scratch", 4096, 0
+        for returns in ((scratch, scratch), (("scratch", 4096, 8), None)):
+            library, code = self.made(lambda a, b, out: [(KERNEL, 0x1003, 1, (a, b, out))], items=3)
+            library.returns = returns
+            for _ in range(3):
+                self.assertEqual(len(code.run([*self.tensors()])), 2)
+            self.assertEqual([*self.entries.entries.values()], ["its results or its temporary memory aren't known"])
 
     def test_temporary_memory_is_allocated_for_each_launch(self):
         def launches(a, b, out):
@@ -373,10 +472,8 @@ class TestEntries(TestCase):
                 lambda a, b, out: [(*kernel, (a, b, self.entries.captured))]
             ),
             "an address is the same in two captures": lambda a, b, out: [(*kernel, (a, b, FOREIGN + 16))],
-            "it has too much temporary memory": lambda a, b, out: [
-                (*kernel, (a, ("scratch", 1, 0), ("scratch", 2, 0))),
-                (*kernel, (out, ("scratch", 3, 0), ("scratch", 4, 0))),
-                (*kernel, (b, ("scratch", 5, 0), a)),
+            "its results or its temporary memory aren't known": lambda a, b, out: [
+                (*kernel, [("scratch", n + k, 0) for k in range(3)]) for n in (1, 4, 7)
             ],
         }.items():
             with self.subTest(why):

@@ -293,3 +293,32 @@ def products_elsewhere(k: Kit) -> None:
             thread.join()
             k.synchronize()
             k.see("in a thread", found.pop())
+
+
+class Attention(nn.Module):
+    def __init__(self, joint: bool) -> None:
+        super().__init__()
+        self.joint = joint
+        self.all, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            q, k, v = self.all(x).split(64, 2)
+            if not self.joint:
+                q, k, v = q.sin(), k.cos(), v * 2
+            q, k, v = (y.view(*y.shape[:2], 4, 16).transpose(1, 2) for y in (q, k, v))
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.joint).transpose(1, 2).flatten(2))
+        return x
+
+
+@program("attention of any length, of parts of one product and of others", steps=10, library_calls=60, loose=16)
+def attention_steps(k: Kit) -> None:
+    for joint, dtype in ((True, torch.float32), (False, torch.bfloat16), (False, torch.float32)):
+        module = k.module(Attention(joint), dtype)
+        f = k.compile(module, dynamic=True)
+        for n, m in BATCHES * 2:
+            k.churn()
+            module.zero_grad()
+            y = f(k.randn(n, m, 64).to(dtype))
+            y.float().square().mean().backward()
+            k.see(f"{joint} {dtype}: {n} x {m}", [y, *[p.grad for p in module.parameters()]])

@@ -12,9 +12,9 @@
 #include <stddef.h>
 #include <structmember.h>
 
-enum { MOST_ARGUMENTS = 8, MOST_KERNELS = 8, MOST_PARAMETERS = 64, MOST_BYTES = 4096, MOST_SLOTS = 64 };
+enum { MOST_ARGUMENTS = 16, MOST_KERNELS = 8, MOST_PARAMETERS = 64, MOST_BYTES = 4096, MOST_SLOTS = 64 };
 
-enum { MOST_TEMPORARIES = 4, MOST_ENTRIES = 1 << 15, FULL_ALIGNMENT = 256 };
+enum { MOST_TEMPORARIES = 8, MOST_ENTRIES = 1 << 15, FULL_ALIGNMENT = 256 };
 
 enum {
     THREAD_LOCAL = 1,
@@ -38,6 +38,7 @@ enum { ATTRIBUTES = sizeof attribute_ids / sizeof *attribute_ids, CARVE_OUT = 14
 
 typedef struct {
     uint64_t begin, end;
+    int device; /* its kind */
 } Extent;
 
 /* A kernel, with its parameters in one block; or a fill or copy of memory, whose parameters are addresses. */
@@ -57,6 +58,7 @@ typedef struct {
     Extent operand[MOST_ARGUMENTS];
     Py_ssize_t operands;
     PyObject *temporaries; /* bytes of (address, size) of what was ever allocated in captures */
+    PyObject *results;     /* of `results` */
     const char *why;       /* why it is no entry */
 } Capture;
 
@@ -79,11 +81,13 @@ typedef struct {
     int slots;
 } Launch;
 
+/* Temporary memory is allocated for each launch, and the results among it are returned. */
 typedef struct {
     PyObject_HEAD
     Launch *launch;
     int launches, temporaries;
-    size_t temporary[MOST_TEMPORARIES];
+    PyObject *temporary[MOST_TEMPORARIES]; /* arguments of `empty` */
+    PyObject *results;                     /* a row of them, or one: argument i; -1 - i: temporary i; None */
 } Entry;
 
 typedef struct {
@@ -92,12 +96,13 @@ typedef struct {
     PyObject *entries;
     /* function of a kernel -> the offsets of pointers in its block, as bytes; or a text: why they aren't known */
     PyObject *functions;
-    PyObject *device; /* with `enter`, `leave`, `elsewhere`, `temporaries`, `modes`, `empty` */
+    PyObject *device; /* with `enter`, `leave`, `elsewhere`, `temporaries`, `results`, `modes`, `empty` */
+    int kind;         /* of the device, as torch numbers them */
     unsigned long long captured, launched;
 } Calls;
 
 static PyTypeObject *calls_type, *entry_type;
-static PyObject *name_enter, *name_leave, *name_elsewhere, *name_temporaries, *name_modes;
+static PyObject *name_enter, *name_leave, *name_elsewhere, *name_temporaries, *name_modes, *name_results, *name_empty;
 
 /* ---- keys ---- */
 
@@ -121,7 +126,7 @@ static int put_tensor(Key *key, const Tensor *tensor, uint64_t address, Extent *
     uint64_t alignment = address & -address, last = 0;
     if (n > INLINE_DIMENSIONS) return 0;
     for (size_t i = 0; i < n; i++) last += (uint64_t)(tensor->size[i] - 1) * (uint64_t)tensor->stride[i];
-    *extent = (Extent){address, address + (last + 1) * item};
+    *extent = (Extent){address, address + (last + 1) * item, tensor->device[0]};
     return put_word(key, (n << 16) | (alignment > FULL_ALIGNMENT ? FULL_ALIGNMENT : alignment))
            && put(key, tensor->size, n * sizeof *tensor->size) && put(key, tensor->stride, n * sizeof *tensor->stride)
            && put(key, &tensor->dtype, sizeof tensor->dtype + sizeof tensor->device) && put_word(key, tensor->keys);
@@ -131,6 +136,13 @@ static int put_constant(Key *key, PyObject *value) {
     double number;
     int overflow;
     uint64_t word = 0;
+    if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
+        Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+        if (!put_word(key, (uint64_t)(uintptr_t)Py_TYPE(value)) || !put_word(key, (uint64_t)count)) return 0;
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (!put_constant(key, PySequence_Fast_GET_ITEM(value, i))) return 0;
+        return 1;
+    }
     if (PyFloat_CheckExact(value)) {
         number = PyFloat_AS_DOUBLE(value);
         memcpy(&word, &number, sizeof word);
@@ -144,7 +156,16 @@ static int put_constant(Key *key, PyObject *value) {
     return put_word(key, (uint64_t)(uintptr_t)Py_TYPE(value)) && put_word(key, word);
 }
 
-/* Returns 1 if the arguments have a key, and the tensors among them share no memory. */
+/* Tensors that overlap have their distance in the key, so that one moves as the other does. */
+static int put_overlaps(Key *key, const Extent *operand, Py_ssize_t last) {
+    for (Py_ssize_t k = 0; k < last; k++)
+        if (operand[last].begin < operand[k].end && operand[k].begin < operand[last].end
+            && (!put_word(key, (uint64_t)k + 1) || !put_word(key, operand[last].begin - operand[k].begin)))
+            return 0;
+    return put_word(key, 0);
+}
+
+/* Returns 1 if the arguments have a key. */
 static int make_key(Key *key, long modes, PyObject *function, PyObject *names, PyObject *const *arguments,
                     Py_ssize_t count, Extent *operand, Py_ssize_t *operands) {
     key->used = 0;
@@ -155,14 +176,11 @@ static int make_key(Key *key, long modes, PyObject *function, PyObject *names, P
     for (Py_ssize_t i = 0; i < count; i++) {
         uint64_t address;
         const Tensor *tensor = fields_of(arguments[i], &address);
-        Extent *extent = &operand[*operands];
         if (!tensor) {
             if (!put_constant(key, arguments[i])) return 0;
             continue;
         }
-        if (!put_tensor(key, tensor, address, extent)) return 0;
-        for (Py_ssize_t k = 0; k < *operands; k++)
-            if (extent->begin < operand[k].end && operand[k].begin < extent->end) return 0;
+        if (!put_tensor(key, tensor, address, &operand[*operands]) || !put_overlaps(key, operand, *operands)) return 0;
         ++*operands;
     }
     return 1;
@@ -175,9 +193,16 @@ static int refused(Capture *capture, const char *why) {
     return 0;
 }
 
+static PyObject *tuple_of(PyObject *const *arguments, Py_ssize_t count) {
+    PyObject *made = PyTuple_New(count);
+    for (Py_ssize_t i = 0; made && i < count; i++) PyTuple_SET_ITEM(made, i, Py_NewRef(arguments[i]));
+    return made;
+}
+
 static void clear_capture(Capture *capture) {
     PyMem_Free(capture->kernel);
     Py_CLEAR(capture->temporaries);
+    Py_CLEAR(capture->results);
 }
 
 /* Returns 1; 0 if the parameters are too many, or the driver doesn't describe them. */
@@ -284,6 +309,13 @@ static int read_graph(Capture *capture, Handle graph) {
     return 1;
 }
 
+static PyObject *results_of(Calls *self, PyObject *const *arguments, Py_ssize_t count, PyObject *result) {
+    PyObject *given = tuple_of(arguments, count), *results = NULL;
+    if (given) results = PyObject_CallMethodObjArgs(self->device, name_results, result, given, NULL);
+    Py_XDECREF(given);
+    return results;
+}
+
 /* Captures a call. 1: the capture has its kernels. 0: it can't be captured. BUSY: not now. -1: an error. */
 static int capture_call(Calls *self, PyObject *function, PyObject *names, PyObject *const *arguments, Py_ssize_t count,
                         int again, Capture *capture) {
@@ -300,8 +332,9 @@ static int capture_call(Calls *self, PyObject *function, PyObject *names, PyObje
         clear_stack(STACK);
         result = PyObject_Vectorcall(function, arguments, (size_t)(count - PyTuple_GET_SIZE(names)), names);
         if (!(code = !cu.StreamEndCapture(stream, &graph) && graph && result)) refused(capture, "its capture fails");
-        Py_XDECREF(result);
         PyErr_Clear(); /* the call itself will say what is wrong with it */
+        if (code && !again && !(capture->results = results_of(self, arguments, count, result))) code = -1;
+        Py_XDECREF(result);
         self->captured++;
     } else
         refused(capture, "no capture can be begun");
@@ -326,20 +359,21 @@ static int may_be_address(uint64_t word) { return word >> 32 && !(word >> 48); }
 
 /* Returns the operand or temporary that the word points into, or -1. A temporary's place follows those of operands, by
    its number among all that were allocated. */
-static Py_ssize_t place_of(const Capture *capture, uint64_t word, uint64_t *delta, uint64_t *size) {
+static Py_ssize_t place_of(const Capture *capture, uint64_t word, uint64_t *delta) {
     const uint64_t *pair = (const uint64_t *)PyBytes_AS_STRING(capture->temporaries);
-    Py_ssize_t pairs = PyBytes_GET_SIZE(capture->temporaries) / 16;
+    Py_ssize_t pairs = PyBytes_GET_SIZE(capture->temporaries) / 16, found = -1;
     if (!may_be_address(word)) return -1;
-    for (Py_ssize_t i = 0; i < capture->operands; i++)
-        if (word >= capture->operand[i].begin && word < capture->operand[i].end) {
+    for (Py_ssize_t i = 0; i < capture->operands; i++) /* where tensors overlap, the one that begins there */
+        if (word >= capture->operand[i].begin && word < capture->operand[i].end
+            && (found < 0 || word == capture->operand[i].begin)) {
             *delta = word - capture->operand[i].begin;
-            *size = 0;
-            return i;
+            if (!*delta) return i;
+            found = i;
         }
+    if (found >= 0) return found;
     for (Py_ssize_t i = 0; i < pairs; i++)
         if (word >= pair[2 * i] && word < pair[2 * i] + pair[2 * i + 1]) {
             *delta = word - pair[2 * i];
-            *size = pair[2 * i + 1];
             return MOST_ARGUMENTS + i;
         }
     return -1;
@@ -353,9 +387,9 @@ static int is_memory(uint64_t word, size_t at) {
 
 /* Returns 1 if the words are one pointer in two captures, at different addresses. */
 static int is_pointer(const Capture *first, const Capture *second, uint64_t a, uint64_t b) {
-    uint64_t delta[2], size[2];
-    Py_ssize_t one = place_of(first, a, &delta[0], &size[0]), other = place_of(second, b, &delta[1], &size[1]);
-    if (a == b || one < 0 || other < 0 || delta[0] != delta[1] || size[0] != size[1]) return 0;
+    uint64_t delta[2];
+    Py_ssize_t one = place_of(first, a, &delta[0]), other = place_of(second, b, &delta[1]);
+    if (a == b || one < 0 || other < 0 || delta[0] != delta[1]) return 0;
     return one >= MOST_ARGUMENTS ? other >= MOST_ARGUMENTS : one == other && !delta[0];
 }
 
@@ -363,7 +397,7 @@ static int is_pointer(const Capture *first, const Capture *second, uint64_t a, u
    known: a word that differs is none, or a word that is the same could be one. */
 static const char *compare(const Capture *first, const Capture *second, int i, uint32_t *pointer, size_t *pointers) {
     const Captured *a = &first->kernel[i], *b = &second->kernel[i];
-    uint64_t unused[2];
+    uint64_t unused;
     if (a->function != b->function || memcmp(&a->config, &b->config, sizeof a->config)
         || memcmp(a->attribute, b->attribute, sizeof a->attribute))
         return "two captures launch different kernels";
@@ -382,7 +416,7 @@ static const char *compare(const Capture *first, const Capture *second, int i, u
                 pointer[(*pointers)++] = (uint32_t)at;
                 at += 8;
             } else if (x == y) {
-                if (place_of(first, x, &unused[0], &unused[1]) >= 0 || is_memory(x, at))
+                if (place_of(first, x, &unused) >= 0 || is_memory(x, at))
                     return "an address is the same in two captures";
                 at += 4;
             } else if ((uint32_t)x == (uint32_t)y && at + 12 <= end
@@ -442,7 +476,7 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
     PyObject *known = kernel->function ? known_pointers(self, kernel->function) : NULL;
     const uint32_t *pointer = kernel->function ? NULL : of_memory;
     size_t pointers = 2;
-    uint64_t delta, size;
+    uint64_t delta;
     *slots = 0;
     if (PyErr_Occurred()) return -1;
     if (known && PyBytes_CheckExact(known)) {
@@ -455,12 +489,14 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
     for (Py_ssize_t k = 0; k < kernel->count; k++)
         for (size_t at = kernel->offset[k]; at + 8 <= kernel->offset[k] + kernel->width[k]; at += 4) {
             uint64_t word = word_at(kernel, at);
-            Py_ssize_t place = place_of(capture, word, &delta, &size);
+            Py_ssize_t place = place_of(capture, word, &delta);
             size_t j = 0;
             while (j < pointers && pointer[j] != at) j++;
             if (j < pointers) {
                 if (!word && kernel->function) continue;
                 if (place < 0) return refused(capture, "a pointer is no address of a tensor");
+                if (place < MOST_ARGUMENTS && capture->operand[place].device != self->kind)
+                    return refused(capture, "an address is one of a different device");
                 if (place < MOST_ARGUMENTS && delta) return refused(capture, "an address is inside of a tensor");
                 if (*slots == MOST_SLOTS) return refused(capture, "it has too many pointers");
                 slot[(*slots)++] = (Slot){at, (int)place, delta};
@@ -482,25 +518,68 @@ static void entry_dealloc(Entry *self) {
         PyMem_Free(self->launch[i].block);
         PyMem_Free(self->launch[i].slot);
     }
+    for (int i = 0; i < self->temporaries; i++) Py_XDECREF(self->temporary[i]);
+    Py_XDECREF(self->results);
     PyMem_Free(self->launch);
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+/* Returns the number of a temporary that an entry allocates by these arguments; it steals them. -1: it has too many. */
+static int add_temporary(Entry *entry, PyObject *arguments) {
+    if (arguments && entry->temporaries < MOST_TEMPORARIES) {
+        entry->temporary[entry->temporaries] = arguments;
+        return entry->temporaries++;
+    }
+    Py_XDECREF(arguments);
+    return -1;
+}
+
+/* Returns what a launch returns for an item of `results`: a number of an argument, None, or (address, arguments of
+   `empty`). `number`: by temporary, its number among all that were allocated. */
+static PyObject *result_of(Entry *entry, const Capture *capture, PyObject *item, int *number) {
+    uint64_t address, delta;
+    PyObject *arguments;
+    Py_ssize_t place;
+    int made;
+    if (item == Py_None || PyLong_Check(item)) return Py_NewRef(item);
+    if (!PyArg_ParseTuple(item, "KO!", &address, &PyTuple_Type, &arguments)) return NULL;
+    place = place_of(capture, address, &delta);
+    for (int i = 0; address && i < entry->temporaries; i++)
+        if (number[i] == place) place = -1; /* it shares memory with another one */
+    if (address && (place < MOST_ARGUMENTS || delta)) return NULL;
+    if ((made = add_temporary(entry, Py_NewRef(arguments))) < 0) return NULL;
+    number[made] = address ? (int)place : -1;
+    return PyLong_FromLong(-1 - made);
+}
+
+static int read_results(Entry *entry, const Capture *capture, int *number) {
+    PyObject *results = capture->results;
+    if (!PyList_Check(results)) return (entry->results = result_of(entry, capture, results, number)) != NULL;
+    if (!(entry->results = PyTuple_New(PyList_GET_SIZE(results)))) return 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results); i++) {
+        PyObject *made = result_of(entry, capture, PyList_GET_ITEM(results, i), number);
+        if (!made) return 0;
+        PyTuple_SET_ITEM(entry->results, i, made);
+    }
+    return 1;
 }
 
 /* Numbers the temporaries of an entry, which slots name by their numbers among all. Returns 0 if they are too many. */
 static int number_temporaries(Entry *entry, const Capture *capture) {
     const uint64_t *pair = (const uint64_t *)PyBytes_AS_STRING(capture->temporaries);
     int number[MOST_TEMPORARIES];
+    if (!read_results(entry, capture, number)) return 0;
     for (int i = 0; i < entry->launches; i++)
         for (int k = 0; k < entry->launch[i].slots; k++) {
             Slot *slot = &entry->launch[i].slot[k];
             int n = 0;
             if (slot->place < MOST_ARGUMENTS) continue;
             while (n < entry->temporaries && number[n] != slot->place) n++;
-            if (n == MOST_TEMPORARIES) return 0;
             if (n == entry->temporaries) {
+                uint64_t size = pair[2 * (slot->place - MOST_ARGUMENTS) + 1];
+                if ((n = add_temporary(entry, Py_BuildValue("(n)", (Py_ssize_t)size))) < 0) return 0;
                 number[n] = slot->place;
-                entry->temporary[entry->temporaries++] = pair[2 * (slot->place - MOST_ARGUMENTS) + 1];
             }
             slot->place = MOST_ARGUMENTS + n;
         }
@@ -534,13 +613,13 @@ static PyObject *entry_of(Calls *self, Capture *capture, int *unknown) {
             goto fail;
     }
     if (number_temporaries(entry, capture)) return (PyObject *)entry;
-    refused(capture, "it has too much temporary memory");
+    refused(capture, "its results or its temporary memory aren't known");
 fail:
     Py_XDECREF(entry);
     return NULL;
 }
 
-/* Reads where the operands of a second capture lie. Returns 1 if there are as many, and all lie elsewhere. */
+/* Reads where the operands of a second capture lie. Returns 1 if there are as many. */
 static int read_operands(const Capture *first, Capture *second, PyObject *elsewhere) {
     Key key;
     Extent *extent = second->operand;
@@ -549,8 +628,8 @@ static int read_operands(const Capture *first, Capture *second, PyObject *elsewh
         const Tensor *tensor = fields_of(PyTuple_GET_ITEM(elsewhere, i), &address);
         key.used = 0;
         if (!tensor) continue;
-        if (second->operands == first->operands || !put_tensor(&key, tensor, address, extent)) return 0;
-        if (extent++->begin == first->operand[second->operands++].begin) return 0;
+        if (second->operands == first->operands || !put_tensor(&key, tensor, address, extent++)) return 0;
+        second->operands++;
     }
     return second->operands == first->operands;
 }
@@ -559,9 +638,8 @@ static int read_operands(const Capture *first, Capture *second, PyObject *elsewh
 static int learn_functions(Calls *self, PyObject *function, PyObject *names, PyObject *const *arguments,
                            Py_ssize_t count, const Capture *first) {
     Capture second = {0};
-    PyObject *given = PyTuple_New(count), *elsewhere = NULL;
+    PyObject *given = tuple_of(arguments, count), *elsewhere = NULL;
     int code = -1;
-    for (Py_ssize_t i = 0; given && i < count; i++) PyTuple_SET_ITEM(given, i, Py_NewRef(arguments[i]));
     if (given && (elsewhere = PyObject_CallMethodOneArg(self->device, name_elsewhere, given)))
         code = PyTuple_CheckExact(elsewhere) && PyTuple_GET_SIZE(elsewhere) == count
                && read_operands(first, &second, elsewhere);
@@ -592,11 +670,26 @@ static PyObject *make_entry(Calls *self, PyObject *function, PyObject *names, Py
 /* ---- launches ---- */
 
 static int allocate(Calls *self, const Entry *entry, PyObject **held, uint64_t *base) {
-    for (int i = 0; i < entry->temporaries; i++) {
-        held[i] = PyObject_CallMethod(self->device, "empty", "n", (Py_ssize_t)entry->temporary[i]);
-        if (!held[i] || address_of(held[i], &base[i])) return -1;
-    }
-    return 0;
+    PyObject *empty = PyObject_GetAttr(self->device, name_empty);
+    int code = empty ? 0 : -1;
+    for (int i = 0; !code && i < entry->temporaries; i++)
+        if (!(held[i] = PyObject_Call(empty, entry->temporary[i], NULL)) || address_of(held[i], &base[i])) code = -1;
+    Py_XDECREF(empty);
+    return code;
+}
+
+static PyObject *chosen(PyObject *result, PyObject *const *arguments, PyObject *const *held) {
+    long i = result == Py_None ? 0 : PyLong_AsLong(result);
+    return Py_NewRef(result == Py_None ? result : i < 0 ? held[-1 - i] : arguments[i]);
+}
+
+static PyObject *result_of_launch(const Entry *entry, PyObject *const *arguments, PyObject *const *held) {
+    PyObject *results = entry->results, *made;
+    if (!PyTuple_Check(results)) return chosen(results, arguments, held);
+    if ((made = PyTuple_New(PyTuple_GET_SIZE(results))))
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++)
+            PyTuple_SET_ITEM(made, i, chosen(PyTuple_GET_ITEM(results, i), arguments, held));
+    return made;
 }
 
 static int fill_or_copy(const MemsetParams *fill, const unsigned char *block, Handle stream) {
@@ -631,16 +724,18 @@ static int launch_kernel(const Launch *launch, const uint64_t *base, Handle stre
     return -1;
 }
 
-static int launch_entry(Calls *self, const Entry *entry, const Extent *operand, Py_ssize_t operands, Handle stream) {
+static PyObject *launch_entry(Calls *self, const Entry *entry, PyObject *const *arguments, const Extent *operand,
+                              Py_ssize_t operands, Handle stream) {
     uint64_t base[MOST_ARGUMENTS + MOST_TEMPORARIES];
-    PyObject *held[MOST_TEMPORARIES] = {NULL};
+    PyObject *held[MOST_TEMPORARIES] = {NULL}, *result = NULL;
     int code;
     for (Py_ssize_t i = 0; i < operands; i++) base[i] = operand[i].begin;
-    code = allocate(self, entry, held, base + MOST_ARGUMENTS);
+    code = entry->temporaries ? allocate(self, entry, held, base + MOST_ARGUMENTS) : 0;
     for (int i = 0; !code && i < entry->launches; i++) code = launch_kernel(&entry->launch[i], base, stream);
+    if (!code) result = result_of_launch(entry, arguments, held);
     for (int i = 0; i < entry->temporaries; i++) Py_XDECREF(held[i]);
     self->launched += !code;
-    return code;
+    return result;
 }
 
 long modes_of_calls(PyObject *calls) {
@@ -650,29 +745,28 @@ long modes_of_calls(PyObject *calls) {
     return modes;
 }
 
-int launch_call(PyObject *calls, long modes, PyObject *function, PyObject *names, PyObject *const *arguments,
-                Py_ssize_t count, Handle stream) {
+PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject *names, PyObject *const *arguments,
+                      Py_ssize_t count, Handle stream) {
     Calls *self = (Calls *)calls;
-    Extent operand[MOST_ARGUMENTS] = {{0, 0}};
+    Extent operand[MOST_ARGUMENTS] = {{0}};
     Py_ssize_t operands;
-    PyObject *key, *found;
+    PyObject *key, *found, *result = NULL;
     Key made;
-    int code = 0;
-    if (!make_key(&made, modes, function, names, arguments, count, operand, &operands)) return 0;
-    if (!(key = PyBytes_FromStringAndSize((const char *)made.bytes, (Py_ssize_t)made.used))) return -1;
+    if (!make_key(&made, modes, function, names, arguments, count, operand, &operands)) return NULL;
+    if (!(key = PyBytes_FromStringAndSize((const char *)made.bytes, (Py_ssize_t)made.used))) return NULL;
     found = Py_XNewRef(PyDict_GetItemWithError(self->entries, key));
     if (!found && !PyErr_Occurred()) {
         if (PyDict_GET_SIZE(self->entries) >= MOST_ENTRIES) PyDict_Clear(self->entries);
-        code = PyDict_SetItem(self->entries, key, Py_True);
+        PyDict_SetItem(self->entries, key, Py_True);
     } else if (found == Py_True && self->captured < START + self->launched / PAYS) {
         Py_SETREF(found, make_entry(self, function, names, arguments, count, operand, operands));
-        if (found && found != Py_True) code = PyDict_SetItem(self->entries, key, found);
+        if (found && found != Py_True && PyDict_SetItem(self->entries, key, found)) Py_CLEAR(found);
     }
     Py_DECREF(key);
-    if (found && !code && Py_TYPE(found) == entry_type)
-        code = launch_entry(self, (const Entry *)found, operand, operands, stream) ? -1 : 1;
+    if (found && Py_TYPE(found) == entry_type)
+        result = launch_entry(self, (const Entry *)found, arguments, operand, operands, stream);
     Py_XDECREF(found);
-    return PyErr_Occurred() ? -1 : code;
+    return result;
 }
 
 int check_calls(PyObject *calls) {
@@ -701,10 +795,14 @@ static int calls_traverse(Calls *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static PyObject *py_calls(PyObject *module, PyObject *device) {
-    Calls *self = (Calls *)calls_type->tp_alloc(calls_type, 0);
-    if (!self) return NULL;
+static PyObject *py_calls(PyObject *module, PyObject *args) {
+    PyObject *device;
+    int kind;
+    Calls *self;
+    if (!PyArg_ParseTuple(args, "Oi:calls", &device, &kind)) return NULL;
+    if (!(self = (Calls *)calls_type->tp_alloc(calls_type, 0))) return NULL;
     self->device = Py_NewRef(device);
+    self->kind = kind;
     if (!(self->entries = PyDict_New()) || !(self->functions = PyDict_New())) Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -727,7 +825,8 @@ static PyType_Spec entry_spec = {"cuda_driver_c.Entry", sizeof(Entry), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, entry_slots};
 
 static PyMethodDef methods[] = {
-    {"calls", py_calls, METH_O, "calls(device): library calls of a device, `capture.calls.Device`, as entries"},
+    {"calls", py_calls, METH_VARARGS,
+     "calls(device, kind): library calls of a device, `capture.calls.Device`, as entries; kind: torch's number for it"},
     {NULL}};
 
 static int init(PyObject *module) {
@@ -739,9 +838,9 @@ static int init(PyObject *module) {
     name_elsewhere = PyUnicode_InternFromString("elsewhere");
     name_temporaries = PyUnicode_InternFromString("temporaries");
     name_modes = PyUnicode_InternFromString("modes");
-    return calls_type && entry_type && name_enter && name_leave && name_elsewhere && name_temporaries && name_modes
-               ? 0
-               : -1;
+    name_results = PyUnicode_InternFromString("results");
+    name_empty = PyUnicode_InternFromString("empty");
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 PART(.module = "relaunch", .methods = methods, .init = init)

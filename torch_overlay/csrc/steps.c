@@ -12,7 +12,7 @@
 
 #include <structmember.h>
 
-/* TUPLE, LIST: make one of the operands. ENTRY: a call that may be an entry, and returns its last operand. */
+/* TUPLE, LIST: make one of the operands. ENTRY: a call that may be an entry. */
 enum { CALL, TUPLE, LIST, KERNEL, ENTRY, KINDS };
 
 enum { FEW = 256, AXES = 3, MOST_PARAMETERS = 256 };
@@ -85,8 +85,6 @@ static int read_step(const Steps *self, CodeStep *step, PyObject *item, Py_ssize
     if (step->items != step->results || PyTuple_GET_SIZE(step->names) > step->operands
         || ((step->kind == TUPLE || step->kind == LIST) && step->results != 1))
         return refuse("a step has more names than operands, or other items than results");
-    for (Py_ssize_t k = 0; step->kind == ENTRY && k < step->items; k++)
-        if (step->item[k] || !step->operands) return refuse("an entry returns its last operand");
     return step->kind == KERNEL ? read_kernel(self, step) : 0;
 }
 
@@ -182,21 +180,14 @@ static PyObject *build(const Run *run, const CodeStep *step) {
     return made;
 }
 
-/* Returns 1 and the last operand if the step was launched. */
-static int launch_as_entry(const Run *run, const CodeStep *step, PyObject *const *arguments, PyObject **result) {
-    int code;
-    if (run->modes < 0 || !step->operands) return 0;
-    code = launch_call(run->of->calls, run->modes, step->function, step->names, arguments, step->operands, run->stream);
-    if (code > 0) *result = Py_NewRef(arguments[step->operands - 1]);
-    return code;
-}
-
 static PyObject *call(const Run *run, const CodeStep *step) {
     PyObject *few[16], **arguments = few, *result = NULL;
-    Py_ssize_t i = 0, named = PyTuple_GET_SIZE(step->names);
-    if (step->operands > 16 && !(arguments = zeros(step->operands, sizeof *arguments))) return NULL;
-    while (i < step->operands && (arguments[i] = object_at(run, step->operand[i]))) i++;
-    if (i == step->operands && (step->kind == CALL || !launch_as_entry(run, step, arguments, &result)))
+    Py_ssize_t i = 0, named = PyTuple_GET_SIZE(step->names), count = step->operands;
+    if (count > 16 && !(arguments = zeros(count, sizeof *arguments))) return NULL;
+    while (i < count && (arguments[i] = object_at(run, step->operand[i]))) i++;
+    if (i == count && step->kind == ENTRY && run->modes >= 0)
+        result = launch_call(run->of->calls, run->modes, step->function, step->names, arguments, count, run->stream);
+    if (i == count && !result && !PyErr_Occurred())
         result = PyObject_Vectorcall(step->function, arguments, (size_t)(i - named), named ? step->names : NULL);
     if (arguments != few) PyMem_Free(arguments);
     return result;

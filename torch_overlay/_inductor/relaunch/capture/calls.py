@@ -4,10 +4,10 @@
     table.launched, table.captured  # calls that were launched as entries; captures
 
 Note [Library calls as entries]
-A matrix product takes the host 15 to 25 us, of which its launch is 3: the rest is torch's dispatch, and the library's
-choice of a kernel. What the library launches depends on the function, its numbers, the sizes, strides, types and
-alignments of its tensors, and a few modes. So a call is an entry in a table (`csrc/calls.c`), found by these, which has
-its kernels. Calls of all layers, regions and sizes share entries.
+A matrix product takes the host 15 to 25 us, attention 50 to 90, of which a launch is 3: the rest is torch's dispatch,
+and the library's choice of a kernel. What the library launches depends on the function, its numbers, the sizes,
+strides, types and alignments of its tensors, and a few modes. So a call is an entry in a table (`csrc/calls.c`), found
+by these, which has its kernels. Calls of all layers, regions and sizes share entries.
 1. The first call with a key runs as it is, and loads what the library loads. The second is captured alone, on its own
    tensors, and its kernels are launched from the capture; all later ones are launched, with the addresses of theirs.
 2. The addresses in a kernel's parameters are a fact of its function. A function is learnt when it is first seen: the
@@ -16,7 +16,6 @@ its kernels. Calls of all layers, regions and sizes share entries.
    memory at all. Else a call with that function is never an entry. In each later capture the words at these places have
    to be addresses of its tensors, and all others none; if they are, the function is learnt again.
 3. Temporary memory of a capture, such as the workspace of cuBLAS, has addresses of an `AddressSpace`, and is allocated
-   anew for each launch.
 4. Not all calls are entries: only the functions of `FUNCTIONS`, which draw no random numbers, have no state, and return
    their last argument. Tensors that overlap each other, calls that launch other things than kernels, and modes in which
    the library measures kernels leave a call as it is.
@@ -41,8 +40,16 @@ from torch_overlay._inductor.relaunch.memory.outputs import view_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FUNCTIONS = torch.mm, torch.addmm, torch.bmm, torch.baddbmm
-LAST = "out"
+FUNCTIONS = torch.mm, torch.addmm, torch.bmm, torch.baddbmm  # with the keyword `out`
+OUT = "out"
+OPERATORS = (
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+)
+CUDA = 1  # torch's number for devices of this kind
+UNKNOWN = 1, ()  # a result at an address that no memory has
 PRECISIONS = ("generic", "all"), ("cuda", "all"), ("cuda", "matmul")
 MODES: tuple[Callable[[], Any], ...] = (
     *[functools.partial(torch._C._get_fp32_precision_getter, *key) for key in PRECISIONS],
@@ -66,7 +73,8 @@ _modes: dict[tuple[Any, ...], int] = {}
 
 def may_be_entry(function: Any, names: tuple[str, ...]) -> bool:
     """True if a call with these names of its last arguments may be an entry."""
-    return names[-1:] == (LAST,) and any(function is each for each in FUNCTIONS)
+    known = FUNCTIONS if names[-1:] == (OUT,) else OPERATORS
+    return any(function is each for each in known)
 
 
 def shared(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -80,7 +88,7 @@ def entries(index: int, empty: Callable[..., torch.Tensor]) -> Any:
     if torch.cuda.get_allocator_backend() != "native":
         return None
     if index not in _tables:
-        _tables[index] = implementation().calls(Device(index, empty))
+        _tables[index] = implementation().calls(Device(index, empty), CUDA)
     return _tables[index]
 
 
@@ -108,8 +116,28 @@ class Device:
         now = tuple([mode() for mode in MODES])
         return _modes.setdefault(now, len(_modes))
 
-    def empty(self, size: int) -> torch.Tensor:
-        return self._empty((size,), (1,), torch.uint8)
+    def empty(
+        self, size: int | tuple[int, ...], stride: tuple[int, ...] = (1,), dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
+        return self._empty((size,) if isinstance(size, int) else size, stride, dtype)
+
+    def results(self, result: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return what a launch returns for the result of a captured call: the number of an argument, None for what is
+        no tensor, or the address of a new tensor and the arguments of `empty` for it; a list if there are several."""
+        if isinstance(result, (tuple, list)):
+            return [self._result(value, arguments) for value in result]
+        return self._result(result, arguments)
+
+    def _result(self, value: Any, arguments: tuple[Any, ...]) -> Any:
+        for k, given in enumerate(arguments):
+            if value is given:
+                return k
+        if not isinstance(value, torch.Tensor):
+            return None
+        view = view_of(value)
+        if value.device.index != self.index or view.extent != value.untyped_storage().nbytes():
+            return UNKNOWN  # a part of its memory, or memory of the host
+        return value.data_ptr() if view.extent else 0, (view.size, view.stride, view.dtype)
 
     def enter(self, again: bool) -> int | None:
         """Make this thread use the stream of captures, and allocate in the space: in a second pool for the capture that
@@ -161,11 +189,24 @@ class Device:
         return self._space.packed_allocations()
 
     def elsewhere(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with tensors at other addresses, which are as much aligned."""
-        views = [view_of(v) if isinstance(v, torch.Tensor) else None for v in arguments]
-        if any(v.is_conj() or v.is_neg() for v in arguments if isinstance(v, torch.Tensor)):
+        """Return the arguments with tensors of the device at other addresses, which are as much aligned. Those that
+        overlap still do."""
+        tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
+        if any(v.is_conj() or v.is_neg() for v in tensors):
             return ()
-        need = sum(2 * GAP + view.extent for view in views if view is not None)
+        extents = [(v.data_ptr(), view_of(v).extent) for v in tensors if v.device.index == self.index]
+        begin = self._room(sum(2 * GAP + extent for _, extent in extents))
+        moved, end, shift = {}, 0, 0
+        for address, extent in sorted(extents):
+            if address >= end:
+                shift = -(-begin // GAP) * GAP + address % GAP - address
+            moved[address] = address + shift
+            end = max(end, address + extent)
+            begin = end + shift + GAP
+        return tuple([_placed(v, moved.get(v.data_ptr())) if isinstance(v, torch.Tensor) else v for v in arguments])
+
+    def _room(self, need: int) -> int:
+        """Return the address of so many bytes of the space, the same as before if they are enough."""
         if need > self._elsewhere[1]:
             space = self._made_space()
             before = space.begin()
@@ -173,17 +214,17 @@ class Device:
                 self._elsewhere = space.allocate(2 * need), 2 * need
             finally:
                 space.end(before)
-        address, made = self._elsewhere[0], []
-        for value, view in zip(arguments, views):
-            if view is None:
-                made.append(value)
-                continue
-            address = -(-address // GAP) * GAP + value.data_ptr() % GAP
-            storage = torch._C._construct_storage_from_data_pointer(address, value.device, view.extent)
-            metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
-            made.append(torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage))
-            address += view.extent + GAP
-        return tuple(made)
+        return self._elsewhere[0]
+
+
+def _placed(tensor: torch.Tensor, address: int | None) -> torch.Tensor:
+    """Return a tensor like this one at an address; itself if it has none there."""
+    if address is None:
+        return tensor
+    view = view_of(tensor)
+    storage = torch._C._construct_storage_from_data_pointer(address, tensor.device, view.extent)
+    metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 def _set_stream(stream: tuple[int, int, int]) -> None:
