@@ -781,7 +781,7 @@ EXITS = """
         return x.sin() + 1
 
     def branches(x):
-        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a - 1, (x.sin(),)).cos()
+        return torch.cond(x.sum() > 0, lambda a: a * 2, torch.rand_like, (x.sin(),)).cos()
 
     def races(x):
         with torch.cuda.stream(side):

@@ -347,11 +347,11 @@ SEAMS: tuple[Seam, ...] = (
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.__init__",
         impl="torch_overlay._inductor.overrides:wrapper_init",
         patch="inductor-stream-planner",
-        fingerprint="14701c01f0235e61",
+        fingerprint="c252fc74cd2e07c2",
         why="A planned region looks its streams up once, frees a buffer when its stream is ordered after its last "
         "use on another one, waits for copies where the host reads them, and makes aligned copies after a "
         "kernel's waits; switches of the current stream are placed when memory is planned; kernels side by side "
-        "share no memory.",
+        "share no memory; a condition is a call, by which a capture takes both branches.",
         upstream="pytorch#178549, #186023, #187224",
         methods=(
             "codegen_device_guard_enter",
@@ -361,6 +361,7 @@ SEAMS: tuple[Seam, ...] = (
             "sync_d2h_copy",
             "run_wrapper_ir_passes",
             "memory_plan_reuse",
+            "codegen_switch",
         ),
     ),
     Seam(

@@ -198,6 +198,15 @@ class TestCuts(unittest.TestCase):
         self.assertEqual(need_of(held, [0], 96), 320 * MIB)
         self.assertLessEqual(need_of(held, starts, 96), 200 * MIB)
 
+    def test_a_part_does_not_begin_inside_of_a_conditional(self):
+        saved = [LaunchMemory(10 * MIB, 0, 96 - 6 * i) for i in range(16)]
+        gradients = [LaunchMemory(10 * MIB, 6 * i, 96) for i in range(16)]
+        anywhere = cuts([*saved, *gradients], 96, 8, MIB)
+        inside = set(range(anywhere[1] - 3, anywhere[1] + 4))
+        starts = cuts([*saved, *gradients], 96, 8, MIB, inside)
+        self.assertGreater(len(starts), 1)
+        self.assertTrue(inside.isdisjoint(starts))
+
     def test_many_small_ones_count(self):
         saved = [LaunchMemory(MIB // 4, 0, 1500 - n) for n in range(1500)]
         gradients = [LaunchMemory(MIB // 4, n, 1500) for n in range(1500)]

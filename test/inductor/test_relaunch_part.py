@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import Part
+from torch_overlay._inductor.relaunch.graph.subgraph import part_of
 from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, Template
 from torch_overlay.csrc import DriverError
 
@@ -55,7 +55,9 @@ class Api:
 
 class TestPart(unittest.TestCase):
     def part(self, api, nodes):
-        return Part(1, nodes, SimpleNamespace(device="cuda"), Driver(api, api))
+        template = Template(1, tuple(EmptyNode(5 * i, handle) for i, handle in enumerate(nodes)), ())
+        made, self.template = part_of(1, template, SimpleNamespace(device="cuda"), Driver(api, api))
+        return made
 
     def test_clone_keeps_its_own_nodes_alone(self):
         api = Api()
@@ -67,9 +69,9 @@ class TestPart(unittest.TestCase):
 
     def test_template_gets_the_handles_of_the_clone(self):
         made = self.part(Api(), [12, 14])
-        template = made.renamed(Template(1, (EmptyNode(0, 12), EmptyNode(5, 14)), ()))
-        self.assertEqual([n.handle for n in template.nodes], [12 + 1000 * made.clone, 14 + 1000 * made.clone])
-        self.assertEqual([n.index for n in template.nodes], [0, 5])
+        handles = [n.handle for n in self.template.nodes]
+        self.assertEqual(handles, [12 + 1000 * made.clone, 14 + 1000 * made.clone])
+        self.assertEqual([n.index for n in self.template.nodes], [0, 5])
 
     def test_all_goes_with_the_part(self):
         api = Api()

@@ -408,7 +408,7 @@ class TestNeeds(Compiling):
             return y + 1
 
         made, _ = self.compiled(fn)
-        self.assertEqual(len(made), 0 if ALONE else 2)
+        self.assertEqual(len(made), 0 if ALONE else 1)
         self.assertEqual([r.message for r in causes.refused()], ["control flow operator: torch.cond"] * ALONE)
 
     def test_numbers(self):

@@ -68,7 +68,7 @@ def seams_of(program: Program) -> set[_needs.Need]:
     split = {row.code for record in made for row in record.partitions.split_off}
     is_used = {
         _needs.COLLECTIVE: "split-collective" in split,
-        _needs.BRANCH: "split-control-flow" in split,
+        _needs.BRANCH: "split-control-flow" in split or any("choose(" in text for text in seen.wrappers),
         _needs.NUMBER: any(code.numbers for code in codes),
         _needs.STREAM: bool(seen.plans),
         _needs.SEEDS: any("efficient_attention_backward" in text for text in seen.wrappers),

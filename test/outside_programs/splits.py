@@ -35,7 +35,9 @@ def with_where(x: Any, w: Any, p: Any) -> Any:
 @program(fixed=with_where, inputs=lambda n: (torch.tensor(n % 2 == 0, device="cuda"),))
 def cond(x, w, p):
     y = (x @ w).sin()
-    y = torch.cond(p, lambda a: a * 2, lambda a: a - 1, (y,))  # outside: split-control-flow cond
+    y = torch.cond(
+        p, lambda a: a * 2, lambda a: a - torch.rand_like(a).clamp(min=1), (y,)
+    )  # outside: split-control-flow cond
     return (y @ w).cos()
 
 

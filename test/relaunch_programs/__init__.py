@@ -12,6 +12,7 @@
 - sizes: many sizes that share an executable graph
 - numbers: integers and floats that change from call to call
 - kernels: of the user's own, of templates, of operators that allocate
+- conditions: branches that a tensor chooses
 - concurrency: kernels that run side by side, and the memory that they share
 - scratch: memory that stays allocated between launches
 - composition: several compiled functions, graph breaks, threads, streams
@@ -27,6 +28,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     attention,
     composition,
     concurrency,
+    conditions,
     distributed,
     environment,
     host,

@@ -12,7 +12,7 @@ class Need(NamedTuple):
 
 
 COLLECTIVE = Need("torch._inductor.utils:is_cudagraph_unsafe_fx_node", "collectives are split off")
-BRANCH = Need("torch._inductor.lowering:", "a condition that the host reads is split off")
+BRANCH = Need("torch._inductor.lowering:", "a condition doesn't take the graphs from the whole code")
 NUMBER = Need(
     "torch._inductor.output_code:CompiledFxGraph.__init__",
     "a number that no size depends on is a parameter of one graph",
@@ -32,17 +32,25 @@ NEEDS: dict[str, Need] = {
     "attention_retained": SEEDS,
     "attention_evaluated": SEEDS,
     "attention_of_sizes": SEEDS,
+    "branch_that_writes": BRANCH,
     "branches": BRANCH,
+    "branches_that_copy": BRANCH,
     "collectives": COLLECTIVE,
     "collectives_of_a_backward": COLLECTIVE,
     "computed_numbers": NUMBER,
+    "condition_in_a_branch": BRANCH,
+    "condition_in_training": BRANCH,
+    "conditions_of_sizes": BRANCH,
     "decode_position": NUMBER,
     "integer_that_changes": NUMBER,
+    "mixture_of_depths": BRANCH,
     "number_and_dropout": NUMBER,
     "number_and_mutation": NUMBER,
     "number_in_training": NUMBER,
     "number_too_large": NUMBER,
     "numbers_and_sizes": NUMBER,
+    "products_in_branches": BRANCH,
+    "random_branch": BRANCH,
     "small_transformer": SEEDS,
     "streams_inside": STREAM,
 }

@@ -211,13 +211,3 @@ def products_of_integers(k: Kit) -> None:
     for _ in k.steps():
         a, b = (k.randint(100, *shape, low=-100, dtype=torch.int8) for shape in ((64, 128), (128, 32)))
         k.see("output", f(a, b, k.randn(32)))
-
-
-@program("a tensor decides which branch is taken", launches=0, refusals=True)
-def branches(k: Kit) -> None:
-    def fn(x, gate):
-        return torch.cond(gate.sum() > 0, lambda x: (x.sin() * 2,), lambda x: (x.cos() - 1,), (x,))[0] + x
-
-    f = k.compile(fn)
-    for i in k.steps():
-        k.see("output", f(k.randn(64, 8), k.randn(4) + (5 if i % 3 else -5)))

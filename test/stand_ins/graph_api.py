@@ -17,6 +17,9 @@ class FakeApi:
         self.kind, self.params, self.edge_list, self.functions = {}, {}, [], {}
         self.host_memory, self.device_memory = set(), set()
         self.keep, self.next_handle, self.forbidden = [], 0x5000, set()
+        self.home: dict[int, int] = {}  # node -> its graph, if that is in a conditional node
+        self.launched: list[object] = []
+        self.attributes: dict[int, int] = {}  # node -> the one whose attributes it has
 
     def __getattr__(self, name):
         if name.startswith("cu"):
@@ -93,7 +96,9 @@ class FakeApi:
     # The functions of the C module that read a graph.
 
     def structure(self, graph):
-        return [*self.kind], [*self.kind.values()], [(u, v, kind == "plain") for u, v, kind in self.edge_list]
+        nodes = [node for node in self.kind if self.home.get(node, 0x77) == graph]
+        edges = [(u, v, kind == "plain") for u, v, kind in self.edge_list if u in nodes]
+        return nodes, [self.kind[node] for node in nodes], edges
 
     def kernels(self, nodes):
         return [self.described(self.params[node]) for node in nodes]
@@ -128,7 +133,7 @@ class FakeApi:
     def get_params(self, node):
         return self.ok(self.params[int(node)])
 
-    cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams = get_params
+    cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams = cuGraphKernelNodeGetParams = get_params
 
     def cuFuncGetParamInfo(self, func, index):
         layout = self.functions[int(func)][1]
@@ -149,11 +154,53 @@ class FakeApi:
         array = (ctypes.c_void_p * len(sizes)).from_address(params.kernelParams)
         values = [ctypes.string_at(address, size) for address, size in zip(array, sizes)]
         grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
-        return self.ok(self.real.CUgraphNode(self.kernel(int(params.func), *values, after=map(int, before), grid=grid)))
+        node = self.kernel(int(params.func), *values, after=map(int, before), grid=grid)
+        self.home[node] = int(graph)
+        return self.ok(self.real.CUgraphNode(node))
 
     def cuGraphAddDependencies(self, graph, before, after, data, count):
-        assert data is None and len(before) == len(after) == count
-        self.edge_list += [(int(u), int(v), "plain") for u, v in zip(before, after)]
+        assert len(before) == len(after) == count
+        for i, (u, v) in enumerate(zip(map(int, before), map(int, after))):
+            assert self.home.get(u, 0x77) == self.home.get(v, 0x77) == int(graph)
+            self.edge_list.append((u, v, self.kind_of(data[i]) if data else "plain"))
+        return self.ok()
+
+    def kind_of(self, data):
+        return {kind: name for name, kind in self.EDGE_KINDS.items()}[data.type, data.to_port, data.from_port]
+
+    # Conditional nodes.
+
+    def cuCtxGetCurrent(self):
+        return self.ok(self.real.CUcontext(0xC0))
+
+    def cuGraphConditionalHandleCreate(self, graph, context, default, flags):
+        self.next_handle += 0x10
+        self.home[self.next_handle] = int(graph)
+        return self.ok(self.real.CUgraphConditionalHandle(self.next_handle))
+
+    def cuGraphAddNode(self, graph, before, data, count, params):
+        assert (before, data, count) == ([], None, 0) and params.type == cu.CONDITIONAL
+        assert self.home[int(params.conditional.handle)] == int(graph), "a handle belongs to the graph of its node"
+        node = self.new(cu.CONDITIONAL)
+        self.home[node] = int(graph)
+        bodies = (ctypes.c_uint64 * 2)(node + 1, node + 2)
+        self.keep.append(bodies)
+        ctypes.c_uint64.from_address(params.getPtr() + 32).value = ctypes.addressof(bodies)  # phGraph_out
+        return self.ok(self.real.CUgraphNode(node))
+
+    def cuKernelGetFunction(self, kernel):
+        return self.ok(self.real.CUfunction(int(kernel) + 1))
+
+    def cuLaunchKernel(self, func, *shape):
+        *sizes, stream, arguments, extra = shape
+        layout = self.functions[int(func)][1]
+        addresses = (ctypes.c_void_p * len(layout)).from_address(arguments)
+        values = [ctypes.string_at(address, size) for (_, size), address in zip(layout, addresses)]
+        self.launched.append((int(func), sizes, int(stream), values))
+        return self.ok()
+
+    def cuGraphKernelNodeCopyAttributes(self, to, source):
+        self.attributes[int(to)] = int(source)
         return self.ok()
 
     def cuGraphRemoveDependencies(self, graph, before, after, data, count):

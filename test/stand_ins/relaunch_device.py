@@ -33,7 +33,7 @@ from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Conditional, KernelNode, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.steps import Steps
 
@@ -191,6 +191,12 @@ class SizedKernel(Kernel):
         recording.operations.append((self.function, spec, flat, Launched((x, y, z)), words))
 
 
+def set_condition(predicate: torch.Tensor) -> list[Any]:
+    """Stands for the kernel that reads a predicate; `Executable` takes the branch."""
+    assert predicate.dtype == torch.bool and predicate.numel() == 1
+    return []
+
+
 class Recording:
     written = False  # a test sets it, in place of a kernel that is launched outside of the capture
 
@@ -204,6 +210,7 @@ class Recording:
         self.gap = 256 * gap
         self.taken: list[tuple[int, int]] = []
         self.fixed: list[int] = []
+        self.conditionals: list[Conditional] = []
         self.operations: list[Any] = []
         self.closed = False
         device.open += 1
@@ -291,6 +298,9 @@ class Recording:
         finally:
             self.owner.thread.recording = None
 
+    def read_predicate(self, predicate: torch.Tensor) -> None:
+        self.note(set_condition, ((predicate,), {}), [])
+
     def note(self, func: Any, given: Any, placed: list[Any]) -> None:
         flat, spec = tree_flatten(given)
         addresses = [t.data_ptr() for t in flat if (is_tensor(t) and t.numel()) or isinstance(t, STORAGES)]
@@ -319,7 +329,7 @@ class Recording:
             for i, operation in enumerate(self.operations)
         )
         edges = tuple(itertools.pairwise(range(len(nodes))))
-        return CapturedGraph(nodes, edges, tuple(segments), self.low, self.high)
+        return CapturedGraph(nodes, edges, tuple(segments), self.low, self.high, tuple(self.conditionals))
 
     def discard(self) -> None:
         self.close()
@@ -351,6 +361,12 @@ class Executable:
             )
             for node in kernels
         ]
+        self.indices = [node.index for node in kernels]
+        self.branches = {each.setter: each.branches for each in template.conditionals}
+        for i, each in enumerate(template.conditionals):
+            inside = {node for other in template.conditionals[i:] for nodes in other.branches for node in nodes}
+            assert each.setter not in inside, "an outer conditional comes before those in its branches"
+        self.taken: list[bool] = []  # the outcomes of all conditions
         me = weakref.ref(self)
         self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(kernels, self.places)]
@@ -373,8 +389,14 @@ class Executable:
         return place[1], tuple(place[2:5]), list(place[5 : 5 + place[0]])
 
     def replay(self) -> None:
-        for i in range(self.nodes):
+        left_out: set[int] = set()
+        for i, index in enumerate(self.indices):
+            if index in left_out:
+                continue
             self.device.execute(*self.held(i))
+            if (branches := self.branches.get(index)) is not None:
+                self.taken.append(bool(tensor_at(self.held(i)[2][0], (), (), torch.bool)))
+                left_out.update(branches[self.taken[-1]])
 
 
 class Generator:
@@ -414,6 +436,7 @@ class FakeDevice:
         self.numbered: list[Any] = [None]
         self.arrangements: list[Any] = []
         self.concurrent = self.cuts = True  # may nodes run side by side, and can a graph be cut into stages?
+        self.without_conditionals = False
         self.relaxed = 0  # graphs in which something runs side by side
 
     def execute(self, number: int, grid: tuple[int, ...], words: Any) -> None:
@@ -491,6 +514,10 @@ class FakeDevice:
 
     def prepare(self) -> None:
         pass
+
+    def prepare_conditionals(self) -> None:
+        if self.without_conditionals:
+            raise Unprovable("condition", "a graph can't choose between branches here")
 
     def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """The allocation function of generated code, and of relaunches."""

@@ -6,6 +6,7 @@ generated from is run, an operator at a time.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.codecache import PyCodeCache
 
 from stand_ins.relaunch_device import FakeDevice
-from torch_overlay._inductor.relaunch import policy, runner
+from torch_overlay._inductor.relaunch import conditions, policy, runner
+from torch_overlay._inductor.relaunch.capture.branches import choose
 
 
 WHOLE = """
@@ -25,6 +27,29 @@ def call(args):
     args.clear()
     return run(inputs)
 """
+
+
+class Choosing(torch.fx.Interpreter):
+    """Runs conditions as generated code for graphs does."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not torch.ops.higher_order.cond:
+            return super().call_function(target, args, kwargs)
+        predicate, true, false, operands = args
+        return choose([predicate, *operands], branch_of(false), branch_of(true))
+
+
+@functools.cache
+def branch_of(module: torch.fx.GraphModule) -> Any:
+    def branch(operands: list[Any]) -> tuple[Any, ...]:
+        given = list(operands)
+        operands.clear()
+        return tuple(Choosing(module).run(*given))
+
+    branch.__name__ = f"branch_{id(module)}"
+    return branch
+
+
 modules: dict[str, Any] = {}  # by the cache's key of generated code
 
 
@@ -37,7 +62,7 @@ def module_of(graph: Any, device: FakeDevice) -> Any:
 
     def run(inputs: list[Any]) -> tuple[Any, ...]:
         with torch.no_grad():  # an interpreter holds the values of its run, and threads may run the same code
-            return tuple(torch.fx.Interpreter(fx_module).run(*inputs))
+            return tuple(Choosing(fx_module).run(*inputs))
 
     module = modules[graph.cache_key] = generated(WHOLE, device, run=run)
     return module
@@ -74,5 +99,6 @@ def host_as_gpu(device: FakeDevice) -> Iterator[list[Any]]:
         mock.patch("torch._inductor.cudagraph_utils.check_lowering_disable_cudagraph", lambda mapping: None),
         mock.patch.object(policy, "_launches", lambda compiled: not compiled.kernel_free_cudagraph),
         mock.patch.object(runner, "Runner", keep),
+        mock.patch.object(conditions, "DEVICES", ("cpu",)),
     ):
         yield made

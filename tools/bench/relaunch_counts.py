@@ -49,6 +49,7 @@ def figures(name: str) -> records.Figures:
 
     from relaunch_programs import by_name, Kit
     from stand_ins import relaunch_device  # pyrefly: ignore[missing-import]
+    from stand_ins.relaunch_host import Choosing  # pyrefly: ignore[missing-import]
     from torch_overlay._inductor.relaunch import runners
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.memory import arrange
@@ -66,7 +67,8 @@ def figures(name: str) -> records.Figures:
             def region(args: list[Any]) -> tuple[Any, ...]:
                 given = list(args)
                 args.clear()
-                return tuple(module(*given))
+                chooses = any(node.target is torch.ops.higher_order.cond for node in module.graph.nodes)
+                return tuple(Choosing(module).run(*given) if chooses else module(*given))
 
             run = Runner(region, CodeFacts(name, 0, is_backward=is_backward), device)
             call = lambda args: run(args)  # noqa: E731

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -274,6 +275,40 @@ def _small(kernels: int, compile: Compile) -> Work:
     return Work(compiled, sets)
 
 
+class Depths(nn.Module):
+    """A model in which a router says for each layer whether the batch takes it."""
+
+    def __init__(self, layers: int = 12, width: int = 1024) -> None:
+        super().__init__()
+        self.routers = nn.ParameterList(torch.randn(width) for _ in range(layers))
+        self.up, self.gate = (nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers)) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, is_taken: bool = False) -> torch.Tensor:
+        for router, up, gate, down in zip(self.routers, self.up, self.gate, self.down):
+
+            def block(x: torch.Tensor, up: Any = up, gate: Any = gate, down: Any = down) -> torch.Tensor:
+                y = nn.functional.layer_norm(x, x.shape[-1:])
+                return x + down(nn.functional.silu(gate(y)) * up(y))
+
+            x = block(x) if is_taken else torch.cond((x @ router).sum() > 0, block, torch.clone, (x,))
+        return x
+
+
+def _depths(are_inside: bool, compile: Compile) -> Work:
+    if "torch_overlay" in sys.modules:
+        from torch_overlay._inductor.relaunch import conditions
+
+        conditions.ARE_INSIDE = are_inside
+    with torch.device(DEVICE):
+        model = Depths().bfloat16()
+        inputs: list[Inputs] = [(torch.randn(64, 1024, dtype=torch.bfloat16),) for _ in range(SETS)]
+    work = inference(model, compile, inputs)
+    # The limit takes every layer: a graph made by hand can't choose.
+    work.by_hand = torch.no_grad()(functools.partial(model, is_taken=True))
+    return work
+
+
 ROWS: dict[str, tuple[str, Callable[[Compile], Work]]] = {
     "gpt2": ("GPT-2, 1 x 128", functools.partial(_language_model, "gpt2", False)),
     "gpt2 training": ("GPT-2, 4 x 512", functools.partial(_language_model, "gpt2", True)),
@@ -286,6 +321,8 @@ ROWS: dict[str, tuple[str, Callable[[Compile], Work]]] = {
     "mlp": ("MLP on 2 x 128 MiB of fresh inputs", _mlp),
     "experts": ("8 experts on 8 streams", _experts),
     "decode": ("decode step, KV cache in place, 12 layers", _decode),
+    "depths": ("12 layers, each taken if its router says so", functools.partial(_depths, True)),
+    "depths split off": ("the same, conditions split off", functools.partial(_depths, False)),
     "regions": ("32 regions", _regions),
     "one kernel": ("one small kernel", functools.partial(_small, 1)),
     "four kernels": ("four small kernels", functools.partial(_small, 4)),

@@ -34,9 +34,9 @@ def config_digest() -> str:
 
 
 def graphs() -> tuple[object, ...]:
-    """Return the options of CUDA graphs, if the code asks for them, the operators that are split off, and whether the
-    frame reads the handle of a stream: they decide how code is partitioned, how it allocates and frees memory, and
-    whether it gets graphs at all.
+    """Return the options of CUDA graphs, if the code asks for them, whether conditions are inside, the operators that
+    are split off, and whether the frame reads the handle of a stream: they decide how code is partitioned, how it
+    allocates and frees memory, and whether it gets graphs at all.
     """
     import torch._inductor.config as inductor_config
 
@@ -44,9 +44,11 @@ def graphs() -> tuple[object, ...]:
 
     if not inductor_config.triton.cudagraphs:
         return ()
-    from torch_overlay._inductor.relaunch import split_off
+    from torch_overlay._inductor.relaunch import conditions, split_off
 
     options = config.cudagraphs, config.cudagraph_concurrency, config.cudagraph_rewrites
+    if not conditions.ARE_INSIDE:
+        options = *options, "conditions are split off"
     return *options, frame_facts.current().handle_is_read, *sorted(split_off.failed())
 
 

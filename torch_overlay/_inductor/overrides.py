@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
-from torch_overlay._inductor.relaunch import hooks as relaunch
+from torch_overlay._inductor.relaunch import conditions, hooks as relaunch
 from torch_overlay._inductor.streams import codegen, foreach, lowering
 from torch_overlay.hooks import override
 from torch_overlay.upstream_fixes import mutation_order, partition_concat
@@ -25,7 +25,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
         dead_node_elimination=mutation_order.dead_node_elimination,
         _populate_stream_assignments=foreach.populate_stream_assignments,
         compute_last_usage=compute_last_usage,
-        should_partition=codegen.should_partition,
+        should_partition=should_partition,
         _log_graph_partitions=relaunch.log_graph_partitions,
         get_graph_partition_signature=partition_concat.get_graph_partition_signature,
         _codegen=codegen.codegen,
@@ -38,6 +38,11 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
     original(scheduler, nodes)
 
 
+def should_partition(original: Callable[..., str | None], scheduler: Any, node: Any) -> str | None:
+    """Return why the graph is partitioned at a node, or None."""
+    return conditions.reason_to_cut(scheduler, node, codegen.should_partition(original, scheduler, node))
+
+
 def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
     override(
         wrapper,
@@ -48,6 +53,7 @@ def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
         sync_d2h_copy=codegen.sync_d2h_copy,
         run_wrapper_ir_passes=codegen.run_wrapper_ir_passes,
         memory_plan_reuse=relaunch.memory_plan_reuse,
+        codegen_switch=conditions.codegen_switch,
     )
     if isinstance(wrapper, CppWrapperGpu):
         fallback = codegen.generate_fallback_kernel_with_runtime_lookup

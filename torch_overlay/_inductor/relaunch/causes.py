@@ -28,7 +28,7 @@ CAUSES: dict[str, Kind] = {
     "split-host": Kind("an operation on the host", "keep its tensors on the device, with device= where they are made"),
     "split-devices": Kind("an operation on two devices", _MOVE_OUT),
     "split-control-flow": Kind(
-        "torch.cond, switch, while_loop or scan: the host reads the condition",
+        "switch, while_loop, scan, or a torch.cond that the device can't choose by: the host reads the condition",
         "torch.where computes both sides and stays in a graph, where both may be computed",
     ),
     "split-data-dependent": Kind(
@@ -104,6 +104,7 @@ CAUSES: dict[str, Kind] = {
         "the region orders streams of the caller's", "torch._inductor.config.graph_partition = True splits that off"
     ),
     "host-memory": Kind("a copy to or from the host that can't be patched", "pin the memory, or move the copy out"),
+    "condition": Kind("a condition that the device can't choose by", "a driver of CUDA 12.8 or later"),
     "allocator": Kind("an allocator that can't allocate elsewhere for a capture", "use torch's native allocator"),
     "c-module": Kind("the C module can't be built", "install a C compiler, or set CC"),
     # What the proof shows.

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
 from torch_overlay._inductor.notes import GraphNotes
-from torch_overlay._inductor.relaunch import attention_seeds, split_off
+from torch_overlay._inductor.relaunch import attention_seeds, conditions, split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
 from torch_overlay._inductor.relaunch.causes import Cause, COMMUNICATION, of_partition
 from torch_overlay._inductor.relaunch.rewrites.graph import current, Resident, Rewrite, Rewrites
@@ -125,8 +125,10 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
     fx_node = getattr(node.node, "fx_node", None)
     overload = getattr(node.node, "op_overload", None) or getattr(fx_node, "target", None)
     operator = name_of(overload) if overload is not None else ""
-    if fx_node is not None and is_control_flow(fx_node):
+    if fx_node is not None and is_control_flow(fx_node) and reason != SMALL:
         code, reason = "split-control-flow", f"control flow: {operator}"
+        if operator == "cond":
+            reason = f"{reason}, for {conditions.why_not(fx_node) or 'the program has streams of its own'}"
     elif operator.startswith("streams::"):
         code = "split-streams"
     elif code == "split-unsafe":
@@ -163,18 +165,19 @@ def is_unsafe(node: Any) -> bool:
 
     return (
         getattr(node.target, "namespace", None) in COMMUNICATION
-        or is_control_flow(node)
+        or (is_control_flow(node) and not conditions.is_chosen_by_device(node))
         or attention_seeds.are_returned(node, V.graph.user_visible_output_strides)
         or (bool(split_off.failed()) and name_of(node.target) in split_off.failed())
     )
 
 
 def give_back_graphs(graph: Any) -> None:
-    """Undo that control flow has just taken CUDA graphs from the whole code, where it is split off alone."""
+    """Undo that control flow has just taken CUDA graphs from the whole code, where it is split off alone, or the device
+    chooses."""
     import torch._inductor.config as inductor_config
 
     is_taken = (graph.disable_cudagraphs_reason or "").startswith("control flow operator")
-    if is_taken and inductor_config.graph_partition:
+    if is_taken and (inductor_config.graph_partition or conditions.is_chosen_by_device(graph.current_node)):
         graph.disable_cudagraphs_reason = None
 
 

@@ -24,8 +24,8 @@ The policy works by itself. What comes before there is compiled code is out of i
 compiled (`notes`, `rewrites`):
 
 1. Where code is cut. Inductor itself doesn't split off collectives, `torch.cond`, and operators in which a capture
-   failed; a region with them is refused, the whole code for `torch.cond`. Inductor does cut at operators that the user
-   names in `custom_should_partition_ops`.
+   failed; a region with them is refused, the whole code for `torch.cond`, for nothing in it captures both branches.
+   Inductor does cut at operators that the user names in `custom_should_partition_ops`.
 2. What the FX graph says. Which numbers no size depends on: each value of a number gets a graph of its own. What was
    split off, why, and how many kernels a partition has: `coverage` counts calls alone. Which outputs are saved for the
    backward, where the code comes from AOTAutograd's cache: they don't share memory then (`memory.outputs`).

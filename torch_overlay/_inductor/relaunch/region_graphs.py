@@ -20,7 +20,9 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import causes, compiled_region, runners, split_off
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
+from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
+from torch_overlay._inductor.relaunch.capture.culprit import Culprit
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.launch.staged import graph_of
 from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
@@ -29,13 +31,13 @@ from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay._inductor.relaunch.capture.culprit import Culprit
     from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
     from torch_overlay._inductor.relaunch.states import CallKeys, State, States
 
 
+OF_BRANCHES = ("condition", "capture")  # after which conditions are split off
 FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
 
 
@@ -156,12 +158,17 @@ class RegionGraphs:
             self._blame(state, failed.culprit)
             return
         state.failures += not failed.is_final
-        if failed.is_final or state.failures == FAILURES:
+        if not failed.is_final and state.failures < FAILURES:
+            return
+        if failed.reason in OF_BRANCHES and has_branches(self.region.model):
+            # A different driver may do, or a different operator may have failed: later processes try again.
+            self._blame(state, Culprit("cond", failed.line, f"can't be in a graph: {failed}"), lasting=False)
+        else:
             self.refuse(state, failed.reason, str(failed), operator=failed.operator, line=failed.line)
 
-    def _blame(self, state: State, culprit: Culprit) -> None:
+    def _blame(self, state: State, culprit: Culprit, lasting: bool = True) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse."""
-        split_off.remember(culprit.operator, culprit.did)
+        split_off.remember(culprit.operator, culprit.did, lasting)
         message = f"{culprit.operator} {culprit.did}"
         about = {"operator": culprit.operator, "line": culprit.line}
         if culprit.operator not in self._known_to_fail and split_off.compile_again(self.code.compile_id):

@@ -10,6 +10,7 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     the region was captured for too many keys                      run as compiled                     templates
     the state was refused                                          run as compiled                     of the refusal
     the first call of the key in this thread                       run as compiled                     warm-up
+    a branch of the region was never run (`capture.branches`)      run as compiled                     warm-up
     the key is one of many, and can't pay yet (`governor`)         run as compiled                     size-waits
     the key is one of many, and gets a graph at its next call      run as compiled                     warm-up
     a number of the key is unfit for the graph                     run as compiled                     number
@@ -44,6 +45,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     storages,
     Watch,
 )
+from torch_overlay._inductor.relaunch.capture.branches import NeverRun
 from torch_overlay._inductor.relaunch.compiled_region import address_of, CompiledRegion
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
@@ -128,6 +130,7 @@ class Runner:
         self.compiled: Any = None  # coverage.CompiledCode
         self.outside, self.refusals = self.region.outside, self.region_graphs.refusals
         self.governor, self.launched, self.graphs = self.region.governor, self.states.launched, self.states.graphs
+        self.never_run = NeverRun(model)
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
         self._current, self._is_capturing = device.current, device.is_capturing
         runners.known.add(self)
@@ -172,6 +175,8 @@ class Runner:
             return run(state.refused, inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
+        if state.relaunch is None and self.never_run.wait():
+            return run("warm-up", inputs)
         may_wait = state.relaunch is None and self._is_one_of_many()
         if may_wait and not self.governor.affords_capture(state.waited, self.launched):
             return run("size-waits", inputs, state)

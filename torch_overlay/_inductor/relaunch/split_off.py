@@ -74,9 +74,9 @@ def _read(path: str) -> dict[str, str]:
     return {}
 
 
-def remember(operator: str, why: str) -> None:
-    """Keep the operator in this process, and for later ones if the cache can be written: beside what other processes
-    have found meanwhile, which this one doesn't take over, for its code is compiled without it."""
+def remember(operator: str, why: str, lasting: bool = True) -> None:
+    """Keep the operator in this process, and if `lasting` for later ones, if the cache can be written: beside what
+    other processes have found meanwhile, which this one doesn't take over, for its code is compiled without it."""
     import torch
     import torch._inductor.config as inductor_config
 
@@ -86,7 +86,7 @@ def remember(operator: str, why: str) -> None:
             return
         names[operator] = why
         _failed[_place()] = names
-        if inductor_config.force_disable_caches:
+        if inductor_config.force_disable_caches or not lasting:
             return
         path = _path()
         beside = f"{path}.{uuid.uuid4().hex}"  # containers share a cache and the numbers of processes

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_overlay._inductor.relaunch.capture import calls
 from torch_overlay._inductor.relaunch.capture.allocations import ALLOCATOR, function_of, namespace_of
+from torch_overlay._inductor.relaunch.capture.branches import choose
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
@@ -395,6 +396,8 @@ def stand_ins(model: Any, namespace: dict[str, Any], follower: Follower) -> dict
             value = namespace[name] if name in namespace else getattr(builtins, name)
             if name in COMPARING:
                 made[name] = COMPARING[name]
+            elif value is choose:
+                follower.refuse("a tensor chooses a branch of it")
             elif value is torch:
                 made[name] = _Torch(follower, torch)
             elif value is extern_kernels or isinstance(value, (torch._ops._OpNamespace, *OPERATORS)):

@@ -98,14 +98,14 @@ class TestPartitions(TestCase):
 
     def test_reasons_by_operator(self):
         unsafe = "CUDAGraph-unsafe custom ops"
-        cond, op = torch.ops.higher_order.cond, self.op
+        switch, op = torch.ops.higher_order.switch, self.op
         wait = torch.ops._c10d_functional.wait_tensor.default
         self.failed = {"aten::sin.default": "waits for the device"}
         for target, code, reason in (
             (op, "split-unsafe", "CUDAGraph-unsafe custom ops (parts.op.default)"),
             (torch.ops.aten.sin.default, "split-failed", "aten::sin.default waits for"),
             (wait, "split-collective", "a collective: _c10d_functional::wait_tensor"),
-            (cond, "split-control-flow", "control flow: cond"),
+            (switch, "split-control-flow", "control flow: switch"),
         ):
             (row,) = self.note([Node(7, target)], reason=unsafe).split_off
             self.assertEqual(row.code, code)
@@ -145,14 +145,17 @@ class TestPartitions(TestCase):
 
     def test_control_flow_takes_no_graph_from_the_rest(self):
         flow, other = "control flow operator: torch.cond.", "mutated inputs"
-        for is_cut, reason, expected in (
-            (True, flow, None),
-            (False, flow, flow),
-            (True, other, other),
-            (True, None, None),
+        for is_cut, is_inside, reason, expected in (
+            (True, False, flow, None),
+            (False, False, flow, flow),
+            (False, True, flow, None),
+            (True, False, other, other),
+            (False, True, other, other),
+            (True, False, None, None),
         ):
-            graph = SimpleNamespace(disable_cudagraphs_reason=reason)
-            with inductor_config.patch(graph_partition=is_cut):
+            graph = SimpleNamespace(disable_cudagraphs_reason=reason, current_node=None)
+            chosen = mock.patch.object(notes.conditions, "is_chosen_by_device", lambda node, inside=is_inside: inside)
+            with inductor_config.patch(graph_partition=is_cut), chosen:
                 give_back_graphs(graph)
             self.assertEqual(graph.disable_cudagraphs_reason, expected)
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 ALLOCATOR = "empty_strided_cuda"
 # Namespaces of operators that launch on the current stream, or on streams that a capture exchanges.
 TORCHS = "aten prims prim inductor quantized profiler rngprims ao higher_order"
+Numbered: TypeAlias = "int | tuple[str | int, ...]"  # a number, after the names of the branches that it is in
 OURS = frozenset([*TORCHS.split(), "streams", "streams_offload"])
 TUNING = "torch._inductor.runtime.triton_heuristics"
 
@@ -49,12 +50,14 @@ class AllocationPlan:
     """Allocations that get memory of their own in a capture: numbers of generated code's allocations, and numbers of
     operators that allocate inside. With them, the other facts that a run showed of the region."""
 
-    allocations: frozenset[int] = frozenset()
-    operators: frozenset[int] = frozenset()
+    allocations: frozenset[Numbered] = frozenset()
+    operators: frozenset[Numbered] = frozenset()
     watch: bool = False  # there are outputs that generated code didn't allocate
     random: bool = False  # the region draws random numbers
     dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
-    asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations, bytes, in a capture
+    asked: Mapping[Numbered, tuple[int, int]] = field(
+        default_factory=dict
+    )  # operator -> allocations, bytes of a capture
     opaque: bool = False  # operators are called that are not torch's
 
     @property
@@ -64,12 +67,26 @@ class AllocationPlan:
 
 
 class AllocationObserver:
-    """An observer of one run: numbers the run's allocations, and keeps the last one at each address."""
+    """An observer of one run: numbers the run's allocations and operators, and keeps the last one at each address."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.branch: tuple[str, ...] = ()  # the names of the branches that the run is in
+        self.count = self.makers = 0  # of allocations, and of operators that may return new tensors
         self.opaque = False
-        self.last: dict[int, tuple[str, int]] = {}
+        self.last: dict[int, tuple[str, Numbered]] = {}
+
+    @contextlib.contextmanager
+    def in_branch(self, name: str) -> Iterator[None]:
+        """Number apart what a branch allocates: a run takes one of the branches, a capture takes both."""
+        before = self.branch, self.count, self.makers
+        self.branch = *self.branch, name
+        try:
+            yield
+        finally:
+            self.branch, self.count, self.makers = before
+
+    def numbered(self, count: int) -> Numbered:
+        return (*self.branch, count) if self.branch else count
 
     def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         made = original(*args)
@@ -77,14 +94,14 @@ class AllocationObserver:
         return made
 
     def note(self, address: int) -> None:
-        self.last[address] = ("allocation", self.count)
+        self.last[address] = ("allocation", self.numbered(self.count))
         self.count += 1
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator."""
         return func(*args, **kwargs)
 
-    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+    def note_results(self, number: Numbered, made: Mapping[int, int]) -> None:
         """Note the new storages of operator `number`. `made`: address -> size."""
         self.last |= dict.fromkeys(made, ("operator", number))
 
@@ -156,6 +173,11 @@ _hooks: dict[int, tuple[int, Any]] = {}  # by module: users, and the function th
 _hooks_lock = threading.RLock()  # a finalizer may come here while it is held
 
 
+def current_observer() -> AllocationObserver | None:
+    """Return the observer of the region that this thread runs, if there is one."""
+    return _observer.value
+
+
 @contextlib.contextmanager
 def observed(namespace: dict[str, Any], observer: AllocationObserver) -> Iterator[None]:
     """Route the allocations of this thread in the generated module with these globals through the observer."""
@@ -209,14 +231,14 @@ class Watch(TorchDispatchMode):
     def __init__(
         self,
         observer: AllocationObserver,
-        run: Callable[[int | None, functools.partial[Any]], Any],
+        run: Callable[[Numbered | None, functools.partial[Any]], Any],
         tuned_in: dict[str, Any] | None = None,
     ) -> None:
         """Take `run(number, call)`, which runs an operator: `call.args` are its function, its arguments, and those by
         name. `number` counts those that may return new tensors; it is None for others."""
         super().__init__()
         self.observer, self.run, self.tuned_in = observer, run, tuned_in
-        self.count = self.makers = 0
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,7 +248,8 @@ class Watch(TorchDispatchMode):
         self.observer.opaque |= getattr(func, "namespace", "") not in OURS
         if not _makes(func):
             return self.run(None, functools.partial(self.observer.operator, func, args, kwargs))
-        number, self.makers = self.makers, self.makers + 1
+        number = self.observer.numbered(self.observer.makers)
+        self.observer.makers += 1
         given = storages((args, kwargs))
         result = self.run(number, functools.partial(self.observer.operator, func, args, kwargs))
         made = storages(result)
@@ -291,7 +314,7 @@ class Placing(AllocationObserver):
         self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
         return result
 
-    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+    def note_results(self, number: Numbered, made: Mapping[int, int]) -> None:
         super().note_results(number, made)
         self.results += made.items()
 
@@ -302,7 +325,7 @@ class Placing(AllocationObserver):
         view = TensorView(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
         address = made.data_ptr()
-        if self.count in self.plan_.allocations:
+        if self.numbered(self.count) in self.plan_.allocations:
             self.placed[address] = view.extent
             self.lives.track_output(address)
         else:
@@ -342,7 +365,7 @@ class Operators:
     def __exit__(self, *exc_info: object) -> None:
         self.selected.close()
 
-    def run(self, number: int | None, call: functools.partial[Any]) -> Any:
+    def run(self, number: Numbered | None, call: functools.partial[Any]) -> Any:
         """Run an operator. `number` is None if it returns nothing new. An operator of the plan allocates in a pool of
         its own. With `plan.detail`, so does every operator with a number: memory of a result lives as long as the
         result, other memory only as long as the operator runs."""

@@ -36,6 +36,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     Placing,
     Watch,
 )
+from torch_overlay._inductor.relaunch.capture.branches import Branches
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
@@ -58,6 +59,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprova
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.allocations import Numbered
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
@@ -76,7 +78,7 @@ class Captured:
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
-    asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
+    asked: Mapping[Numbered, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
 
 
 class CaptureRequest(NamedTuple):
@@ -117,6 +119,7 @@ class Capture:
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses)
         self.operators = Operators(plan, recording, self.observer)
+        self.branches = Branches(recording, self.observer)
 
     def run(self) -> Captured:
         code = self.request.code
@@ -126,7 +129,7 @@ class Capture:
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
             watching = self.with_uses or self.operators.are_wanted
             watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
-            with self.recording.capturing(self.inputs, self.plan.random):
+            with self.recording.capturing(self.inputs, self.plan.random), self.branches.captured():
                 self.recording.clear_stack()
                 namespace = self.request.namespace
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
@@ -151,12 +154,15 @@ class Capture:
         )
         among = self.observer.scratch | self.placed  # the requested sizes; the allocator's segments are larger
         allocated = dict(self.recording.segments())
-        others = self.input_at.keys() | set(addresses)
+        same = self.branches.same
+        others = self.input_at.keys() | set(addresses) | same.keys()
         scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
         layout = OutputLayout(positions, storages, moved, tuple(s for _, s in scratch))
         given = [(inputs[k], allocated[inputs[k]]) for k in positions]
         regions = [*given, *zip(addresses, sizes, strict=True), *scratch]
         segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
+        number = {address: region for region, (address, _) in enumerate(regions)}
+        segments += [Segment(a, among[a], number[self.branches.stands_for(a)]) for a in same]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
         learned = self.observer.plan(self.astray, self.plan)
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address

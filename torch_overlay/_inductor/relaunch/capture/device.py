@@ -26,10 +26,11 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.capture import calls, kernel_names
-from torch_overlay._inductor.relaunch.capture.recording import Recording
+from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
+from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import Part
+from torch_overlay._inductor.relaunch.graph.subgraph import part_of
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import Executable, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
@@ -60,6 +61,12 @@ def prepare(device: int) -> None:
         fill_copy_kernels.prepare(device)
     except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it
         log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
+
+
+@functools.cache
+def _setter(device: int) -> Setter:
+    with torch.cuda.device(device):
+        return find_setter(capture_stream(device), Driver())
 
 
 def prepare_early() -> None:
@@ -109,6 +116,14 @@ class Cuda:
     def library_calls(self) -> Any:
         """Return the entries of this device: Note [Library calls as entries] of `capture.calls`."""
         return calls.entries(self.index, self.empty)
+
+    def prepare_conditionals(self) -> None:
+        """Find what a capture with branches needs, before it begins. Raises Unprovable where there can be none."""
+        _setter(self.index)
+
+    def read_predicate(self, predicate: torch.Tensor) -> None:
+        """Launch the kernel that sets a condition, in a capture."""
+        self.driver.launch_kernel(_setter(self.index).of(predicate.data_ptr()), self.stream_of(self.index))
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
@@ -171,10 +186,12 @@ class Cuda:
 
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in tidy.tidy(captured.recording.graph, driver=self.driver):
+        space, made = captured.recording, dict[int, int]()
+        for kept in tidy.tidy(space.graph, driver=self.driver, made=made):
             log.info("stays in the graph as it is: %s", kept)
-        space = captured.recording
-        graph = graphs.read(space.graph, captured.segments, space.low, space.high, driver=self.driver)
+        found = [each.renamed(lambda node: made.get(node, node)) for each in space.conditionals]
+        given = captured.segments, space.low, space.high
+        graph = graphs.read(space.graph, *given, driver=self.driver, conditionals=found)
         check_libraries(graph)
         return graph
 
@@ -227,11 +244,14 @@ class Cuda:
                 self._annotate(captured, [stage.template for stage in arrangement.stages], parts)
                 graph.reset()
                 return arrangement, parts
+        template = arrangement.template
+        if template.conditionals:
+            template = nested(self.driver, graph.raw_cuda_graph(), template, _setter(self.index))
         graph.instantiate()
         upload(graph)
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         replay = torch._C._CUDAGraph.replay.__get__(graph)
-        made = Executable(graph, arrangement.template, replay, not captured.recording.fixed)
+        made = Executable(graph, template, replay, not captured.recording.fixed)
         self._annotate(captured, [arrangement.template], [made])
         return arrangement, [made]
 
@@ -257,9 +277,10 @@ class Cuda:
         return room
 
     def _part(self, graph: torch.cuda.CUDAGraph, template: Template) -> Executable:
-        part = Part(graph.raw_cuda_graph(), [node.handle for node in template.nodes], self)
+        setter = _setter(self.index) if template.conditionals else None
+        part, template = part_of(graph.raw_cuda_graph(), template, self, setter=setter)
         upload(part)
-        return Executable(part, part.renamed(template), part.replay, True)
+        return Executable(part, template, part.replay, True)
 
 
 def check_libraries(graph: CapturedGraph) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.recording import check, no_collection
 from torch_overlay._inductor.relaunch.launch import executable
@@ -59,6 +60,8 @@ def make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]:
 def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]:
     device, code = request.device, request.code
     check(request.model)
+    if has_branches(request.model):
+        device.prepare_conditionals()
     holes = device.holes() if code.saved_outputs else []
     with_uses = device.concurrent and not code.is_training
     others = {k: perturbed(value) for k, value in request.numbers.items()}

@@ -42,6 +42,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.proof.nodes import Conditional
+
     Instead: TypeAlias = "Callable[[Hashable], torch.cuda.Stream]"
 
 
@@ -108,6 +110,7 @@ class Recording(AddressSpace):
         self._active: Any = None
         self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
         self.lines: Any = None  # notes the lines that make nodes
+        self.conditionals: list[Conditional] = []  # with handles of nodes
         self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
         live_recordings.add(self)
 
@@ -180,6 +183,9 @@ class Recording(AddressSpace):
         """Return the handles of the nodes that the graph has so far."""
         driver, graph = self._captured()
         return driver.nodes(graph)
+
+    def read_predicate(self, predicate: torch.Tensor) -> None:
+        self.owner.read_predicate(predicate)
 
     def noting_lines(self, namespace: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Note, if profiles are to show it, which line of the module with these globals makes each node."""

@@ -39,6 +39,7 @@ import functools
 import struct
 import sys
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
@@ -51,7 +52,7 @@ from torch_overlay.orders import only_order
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
+    from torch_overlay._inductor.relaunch.proof.nodes import Conditional, Segment, Template
 
 
 CALLER, OUTSIDE = -2, -3  # all inputs; all memory outside of the regions
@@ -231,10 +232,25 @@ def _addresses(value: bytes) -> list[tuple[int, int]]:
     return [(4 * i, halves[i] | halves[i + 1] << 32) for i in found]
 
 
-def side_by_side(order: Sequence[int], uses: Sequence[NodeUse | None]) -> list[tuple[int, int]] | None:
-    """Return the edges that nodes need which ran in the order of the chain `order`; None if all must stay a chain."""
+def parts_of(conditionals: Iterable[Conditional]) -> dict[int, tuple[int, int]]:
+    """Return (conditional, branch) of the nodes in a branch, the innermost one, and of the nodes that choose one."""
+    found: dict[int, tuple[int, int]] = {}
+    for number, each in enumerate(conditionals):
+        found[each.setter] = number, len(each.branches)
+        for branch, nodes in enumerate(each.branches):
+            found |= dict.fromkeys(nodes, (number, branch))
+    return found
+
+
+def side_by_side(
+    order: Sequence[int], uses: Sequence[NodeUse | None], parts: Mapping[int, Any] = MappingProxyType({})
+) -> list[tuple[int, int]] | None:
+    """Return the edges that nodes need which ran in the order of the chain `order`; None if all must stay a chain.
+    Nodes of different parts stay in order."""
 
     def may_run_beside(u: int, v: int) -> bool:
+        if parts.get(u) != parts.get(v):
+            return False
         a, b = uses[u], uses[v]
         return a is not None and b is not None and a.share + b.share <= FULL and not a.conflicts(b)
 
@@ -260,4 +276,4 @@ def relaxed(template: Template, edges: Sequence[tuple[int, int]], **known: Any) 
     order = only_order(nodes := len(template.nodes), edges)
     if order is None or len(edges) != nodes - 1:
         return None
-    return side_by_side(order, uses_of(template, order, **known))
+    return side_by_side(order, uses_of(template, order, **known), parts_of(template.conditionals))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = -1
 KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
+CONDITIONAL = 13
 KIND_NAMES = {
     KERNEL: "kernel",
     MEMCPY: "memcpy",
@@ -45,7 +46,7 @@ KIND_NAMES = {
     10: "memory allocation",
     11: "memory free",
     12: "batch of memory operations",
-    13: "conditional",
+    CONDITIONAL: "conditional",
     UNKNOWN: "unknown kind",
 }
 INVALID_VALUE = 1
@@ -178,20 +179,49 @@ class Driver:
         capture has outside of its range."""
         return self.memory_kind(address) == MEMORY_DEVICE
 
-    def add_kernel(self, graph: int, before: list[int], launch: KernelLaunch) -> int:
+    def _arguments(self, launch: KernelLaunch) -> tuple[Any, Any]:
+        """Return an array of the addresses of the arguments, and what has to live until the driver has copied them."""
         values = [ctypes.create_string_buffer(value, len(value)) for value in launch.arguments]
-        array = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)), values
+
+    def add_kernel(self, graph: int, before: list[int], launch: KernelLaunch) -> int:
+        array, _held = self._arguments(launch)
         params = self.api.CUDA_KERNEL_NODE_PARAMS()
         params.func = self.api.CUfunction(launch.func)
         params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
         params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
         params.sharedMemBytes = launch.shared_bytes
-        params.kernelParams = ctypes.addressof(array)  # the driver copies the arguments
+        params.kernelParams = ctypes.addressof(array)
         nodes = [self.api.CUgraphNode(n) for n in before]
         return int(self.call("cuGraphAddKernelNode", self.api.CUgraph(graph), nodes, len(nodes), params))
 
-    def add_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
-        self._change_edges("cuGraphAddDependencies", graph, edges)
+    def copy_kernel(self, graph: int, node: int) -> int:
+        """Add a kernel node of a graph to a different graph, or to one in it."""
+        params = self.call("cuGraphKernelNodeGetParams", self.api.CUgraphNode(node))
+        new = self.call("cuGraphAddKernelNode", self.api.CUgraph(graph), [], 0, params)
+        self.call("cuGraphKernelNodeCopyAttributes", new, self.api.CUgraphNode(node))
+        return int(new)
+
+    def launch_kernel(self, launch: KernelLaunch, stream: int) -> None:
+        array, _held = self._arguments(launch)
+        shape = (*launch.grid, *launch.block, launch.shared_bytes, self.api.CUstream(stream))
+        self.call("cuLaunchKernel", self.api.CUfunction(launch.func), *shape, ctypes.addressof(array), 0)
+
+    def add_conditional(self, graph: int) -> tuple[int, int, list[int]]:
+        """Add a node with two graphs of its own, of which it runs the first if its condition is true, else the second.
+        Return the handle of the condition, the node, and the graphs."""
+        context, kinds = self.call("cuCtxGetCurrent"), self.api.CUgraphConditionalNodeType
+        handle = self.call("cuGraphConditionalHandleCreate", self.api.CUgraph(graph), context, 0, 0)
+        params = self.api.CUgraphNodeParams()
+        params.type = self.api.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params.conditional.handle, params.conditional.type = handle, kinds.CU_GRAPH_COND_TYPE_IF
+        params.conditional.size, params.conditional.ctx = 2, context
+        node = self.call("cuGraphAddNode", self.api.CUgraph(graph), [], None, 0, params)
+        return int(handle), int(node), [int(each) for each in params.conditional.phGraph_out]
+
+    def add_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
+        """Add the edges: plain ones, or of the kinds that `data` has the driver's data of."""
+        self._change_edges("cuGraphAddDependencies", graph, edges, data and [data[edge] for edge in edges])
 
     def remove_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
         """Remove the edges. If they aren't all plain, `data` must have the driver's data of each."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch import keys
@@ -18,6 +19,7 @@ from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
+    Conditional,
     CopyNode,
     CopySide,
     EmptyNode,
@@ -52,9 +54,10 @@ def read(
     high: int,
     *,
     driver: Driver,
+    conditionals: Iterable[Conditional] = (),
 ) -> CapturedGraph:
     """Return the graph as plain data. `graph` is a torch.cuda.CUDAGraph(keep_graph=True) after its capture, or its
-    handle."""
+    handle; `conditionals` have handles of its nodes."""
     graph_nodes, kinds, graph_edges = driver.structure(handle_of(graph))
     kernels = iter(driver.kernels([node for node, kind in zip(graph_nodes, kinds) if kind == cu.KERNEL]))
     nodes: list[Node] = []
@@ -70,7 +73,11 @@ def read(
                 nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, values))
     number = {node: index for index, node in enumerate(graph_nodes)}
     edges = tuple(sorted([(number[before], number[after]) for before, after, _ in graph_edges]))
-    return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high)
+    found = tuple([each.renamed(number.__getitem__) for each in conditionals])
+    for index in itertools.chain.from_iterable(branch for each in found for branch in each.branches):
+        if not isinstance(node := nodes[index], KernelNode):
+            raise Unprovable("condition", "a branch has work that is no kernel", node=f"{index} ({node.name})")
+    return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high, found)
 
 
 def freed_memory(snapshot: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[int], bool]:

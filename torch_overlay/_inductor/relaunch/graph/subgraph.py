@@ -12,39 +12,28 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._inductor.relaunch.graph.conditional_nodes import nested
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from torch_overlay._inductor.relaunch.graph.conditional_nodes import Setter
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
 class Part:
-    """A part of a graph: the nodes with the handles `nodes`. It destroys its clone and executable when it is reset or
-    deleted, which, as for torch's graphs, must not happen during a launch."""
+    """A part of a graph. It destroys its clone and executable when it is reset or deleted, which must not happen during
+    a launch, as for torch's graphs."""
 
-    def __init__(self, graph: int, nodes: Iterable[int], owner: Any, driver: Driver | None = None) -> None:
-        self.driver, self.owner = driver or Driver(), owner
+    def __init__(self, owner: Any, driver: Driver) -> None:
+        self.driver, self.owner = driver, owner
         self.executable = self.clone = 0
-        self.clone, self.handle_of = self.driver.part(graph, set(nodes))
-        try:
-            self.instantiate()
-        except BaseException:
-            self.reset()
-            raise
 
     def instantiate(self) -> None:
         """Make the executable, and destroy the previous one."""
         before, self.executable = self.executable, self.driver.instantiate(self.clone)
         if before:
             self.driver.destroy_executable(before)
-
-    def renamed(self, template: Template) -> Template:
-        """Return the template with the nodes' handles in the clone."""
-        nodes = [dataclasses.replace(node, handle=self.handle_of[node.handle]) for node in template.nodes]
-        return dataclasses.replace(template, nodes=tuple(nodes))
 
     def raw_cuda_graph_exec(self) -> int:
         return self.executable
@@ -64,3 +53,22 @@ class Part:
         # At the exit of the process the driver may be unloaded already; nobody could handle the error.
         with contextlib.suppress(Exception):
             self.reset()
+
+
+def part_of(
+    graph: int, template: Template, owner: Any, driver: Driver | None = None, setter: Setter | None = None
+) -> tuple[Part, Template]:
+    """Return a part of the graph with the nodes of a template, and the template with their handles there. `setter`: if
+    there are branches among them."""
+    part = Part(owner, driver or Driver())
+    try:
+        part.clone, handle_of = part.driver.part(graph, {node.handle for node in template.nodes})
+        nodes = [dataclasses.replace(node, handle=handle_of[node.handle]) for node in template.nodes]
+        template = dataclasses.replace(template, nodes=tuple(nodes))
+        if setter is not None:
+            template = nested(part.driver, part.clone, template, setter)
+        part.instantiate()
+    except BaseException:
+        part.reset()
+        raise
+    return part, template

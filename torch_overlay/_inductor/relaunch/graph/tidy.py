@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.graph.driver import Driver, KernelLaunch
 
 
-def tidy(graph: Any, *, driver: Driver) -> list[str]:
+def tidy(graph: Any, *, driver: Driver, made: dict[int, int] | None = None) -> list[str]:
     """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself. Return which nodes of these
-    kinds are left as they are, and why."""
+    kinds are left as they are, and why. `made` gets node -> the one in its place."""
+    made = {} if made is None else made
     handle = handle_of(graph)
     structure = driver.structure(handle)
     foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
@@ -39,7 +40,6 @@ def tidy(graph: Any, *, driver: Driver) -> list[str]:
     plain = [(u, v) for u, v, is_plain in structure.edges if is_plain]  # edges that mean full completion
     special = {node for u, v, is_plain in structure.edges if not is_plain for node in (u, v)}
     before, after = directly_after(structure.nodes, [(v, u) for u, v in plain]), directly_after(structure.nodes, plain)
-    made: dict[int, int] = {}  # node -> the one in its place
     kept = []
 
     def now(nodes: Iterable[int]) -> list[int]:

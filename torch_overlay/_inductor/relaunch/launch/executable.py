@@ -314,7 +314,7 @@ class Rebuild:
 def emptied(template: Template) -> Template:
     """Return a template without its nodes and pointer slots, which the C module has copied: in Python they take several
     times the memory, for each size of a region, and the garbage collector walks them."""
-    return dataclasses.replace(template, nodes=(), slots=())
+    return dataclasses.replace(template, nodes=(), slots=(), conditionals=())
 
 
 def rebuild_of(graph: torch.cuda.CUDAGraph | Part, template: Template) -> Rebuild | None:

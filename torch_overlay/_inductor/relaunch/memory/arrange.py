@@ -53,7 +53,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, PointerSlot, Tem
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
@@ -73,17 +73,17 @@ class LaunchMemory:
     slab: bool = False
 
 
-def cuts(held: Sequence[LaunchMemory], length: int, most: int, slack: int) -> list[int]:
+def cuts(held: Sequence[LaunchMemory], length: int, most: int, slack: int, inside: Container[int] = ()) -> list[int]:
     """Return where to cut a graph of `length` nodes into parts that are launched one after the other: the positions at
     which a part begins, including 0. Each part needs all memory that is held anywhere in it, but memory in slabs that
-    is held only inside the part can be shared. There are at most `most` parts, and no more than it takes to bring the
-    largest need of a part within `slack` of the best.
+    is held only inside the part can be shared. No part begins at a position among `inside`. There are at most `most`
+    parts, and no more than it takes to bring the largest need of a part within `slack` of the best.
 
     Memory that something else keeps alive is counted as freed here. In that case, the part that really needs most may
     be one that needs far more than is held at any moment of it. So the largest excess of a part's need over the most
     held at a moment is limited, too: it is within `LENIENT * slack` of the best."""
     total = sum(h.size for h in held)
-    grid = _candidates(held, length)
+    grid = [at for at in _candidates(held, length) if at not in inside]
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
     need = _needs([*slabs, *(h for h in held if not h.slab)], grid)
     goal, stage_cuts = _fewest(need, grid, most, slack)
@@ -274,11 +274,20 @@ def arrange(proven: Proven) -> Arrangement:
     length = len(order.order)
     at_once = need_of(held, [0], length)
     slack = max(STEP, at_once // PART)
-    if not (stage_cuts := cuts(held, length, MOST_STAGES, slack))[1:]:
+    if not (stage_cuts := cuts(held, length, MOST_STAGES, slack, _inside(proven.template, order)))[1:]:
         return whole
     if at_once - need_of(held, stage_cuts, length) < GAIN:
         return whole
     return _Cut(proven, whole, order, spans, stage_cuts).arrangement()
+
+
+def _inside(template: Template, order: Order) -> set[int]:
+    """Return the positions between the nodes of a conditional, where the graph can't be cut."""
+    found: set[int] = set()
+    for each in template.conditionals:
+        at = [order.position[node] for node in (each.setter, *itertools.chain(*each.branches))]
+        found.update(range(min(at) + 1, max(at) + 1))
+    return found
 
 
 def _one_by_one(proven: Proven) -> tuple[dict[int, tuple[int, int]], list[int]]:
@@ -318,7 +327,8 @@ def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequenc
             pointer_slots.append(PointerSlot(index, parameter, offset, new, moved + delta))
     own = {node.index for node in nodes}
     numbers = tuple(slot for slot in proven.template.numbers if slot.node in own)
-    return Template(regions, tuple(nodes), tuple(pointer_slots), numbers)
+    conditionals = tuple(each for each in proven.template.conditionals if each.setter in own)
+    return Template(regions, tuple(nodes), tuple(pointer_slots), numbers, conditionals)
 
 
 def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[LaunchMemory]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 # The region of a segment whose memory keeps its address after the capture: pointers to it are not patched.
@@ -116,12 +120,25 @@ Node: TypeAlias = KernelNode | FillNode | CopyNode | EmptyNode
 
 
 @dataclass(frozen=True)
+class Conditional:
+    """A choice of the device between two branches, whose nodes are captured one branch after the other. Nodes are
+    handles, or indices; those of a conditional in a branch are nodes of the branch, too."""
+
+    setter: int  # reads the predicate
+    branches: tuple[frozenset[int], ...]  # for a true predicate, and for a false one
+
+    def renamed(self, name: Callable[[int], int]) -> Conditional:
+        return Conditional(name(self.setter), tuple([frozenset(map(name, nodes)) for nodes in self.branches]))
+
+
+@dataclass(frozen=True)
 class CapturedGraph:
     nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...]  # indices of nodes
     segments: tuple[Segment, ...]
     low: int
     high: int  # [low, high) is the capture's own address range
+    conditionals: tuple[Conditional, ...] = ()  # an outer one before those in its branches
 
 
 class PointerSlot(NamedTuple):
@@ -150,3 +167,4 @@ class Template:
     nodes: tuple[Node, ...]
     slots: tuple[PointerSlot, ...]
     numbers: tuple[NumberSlot, ...] = ()
+    conditionals: tuple[Conditional, ...] = ()

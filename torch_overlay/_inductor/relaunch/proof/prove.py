@@ -169,7 +169,7 @@ def prove(
                 raise Unprovable(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
     regions = 1 + max((s.region for s in a.segments), default=-1)
     nodes = _with_nulls(a.nodes, scan.nulls, {slot.node for slot in slots}) if scan.nulls else a.nodes
-    return Template(regions=regions, nodes=nodes, slots=tuple(slots))
+    return Template(regions, nodes, tuple(slots), conditionals=a.conditionals)
 
 
 def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Container[int]) -> tuple[Node, ...]:
@@ -218,6 +218,8 @@ def _same_structure(a: CapturedGraph, b: CapturedGraph) -> None:
             layouts = [[(at, len(value)) for at, value in node.parameters] for node in (x, y)]
             message = f"parameters (offset, size) are {layouts[0]} and {layouts[1]}"
             raise Unprovable("layout", message, node=f"{number} ({x.name})")
+    if a.conditionals != b.conditionals:
+        raise Unprovable("nodes", "the nodes of a branch are others in the second capture")
     if a.edges != b.edges and (differ := set(a.edges) ^ set(b.edges)):
         only = ", ".join(f"{u} -> {v}" for u, v in sorted(differ)[:5])
         raise Unprovable("edges", f"edges of one capture only: {only}")
