@@ -3,6 +3,7 @@ captures hold what it launches, and whose launches are recorded."""
 
 import ctypes
 import functools
+import threading
 from unittest import mock
 
 import torch
@@ -268,6 +269,22 @@ class TestDevice(TestCase):
         device = calls.Device(None, lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
         self.assertEqual((device.empty(5).dtype, device.empty(5).shape), (torch.uint8, (5,)))
         self.assertEqual(device.empty((2, 3), (1, 2), torch.float64).stride(), (1, 2))
+
+    def test_second_thread_of_python_ends_captures(self):
+        device, found = calls.Device(None, torch.empty_strided), []
+
+        def ask(register):
+            with mock.patch.object(threading, "enumerate", threading.enumerate if register else lambda: [main]):
+                found.append(device.is_alone())
+
+        main = threading.main_thread()
+        self.assertTrue(device.is_alone())
+        for register in (False, True):  # a thread of autograd isn't among Python's
+            thread = threading.Thread(target=ask, args=(register,))
+            thread.start()
+            thread.join()
+        self.assertEqual(found, [True, False])
+        self.assertTrue(device.is_alone())  # the other one has ended
 
     def test_functions(self):
         self.assertTrue(calls.may_be_entry(torch.mm, ("out",)))

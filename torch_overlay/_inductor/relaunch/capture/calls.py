@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -44,7 +45,6 @@ FUNCTIONS = torch.mm, torch.addmm, torch.bmm, torch.baddbmm  # with the keyword 
 OUT = "out"
 OPERATORS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
 )
@@ -108,6 +108,7 @@ class Device:
         self._stream, self._handle = (0, 0, 0), 0
         self._inside: Any = None  # what `leave` restores
         self._failed = False
+        self._threads: set[int | None] = set()  # that have captured, or would have
 
     def modes(self) -> int:
         """Return a number for the modes on which the choice of kernels depends; -1 if no call may be an entry."""
@@ -141,8 +142,8 @@ class Device:
 
     def enter(self, again: bool) -> int | None:
         """Make this thread use the stream of captures, and allocate in the space: in a second pool for the capture that
-        follows another one. Return the stream; None if another capture is under way."""
-        if not capturing.acquire(blocking=False):
+        follows another one. Return the stream; None if another capture is under way, or several threads run code."""
+        if not self.is_alone() or not capturing.acquire(blocking=False):
             return None
         try:
             space = self._made_space()
@@ -159,6 +160,13 @@ class Device:
             self._failed = True
             log.warning("calls of libraries are made as they are, for none can be captured: %s", error)
             return None
+
+    def is_alone(self) -> bool:
+        """True if no other thread of Python's that lives has asked."""
+        me, alive = threading.get_ident(), {thread.ident for thread in threading.enumerate()}
+        if me in alive:
+            self._threads = (self._threads & alive) | {me}
+        return len(self._threads) < 2
 
     def leave(self) -> None:
         again, pool, before, stream = self._inside
