@@ -11,9 +11,10 @@ from torch_overlay import config
 
 def handles_streams() -> bool:
     """True if the streams of what is being traced or compiled are the overlay's to handle. They are upstream's in code
-    for an FX wrapper and for AOTInductor, and in what torch.export traces, which AOTInductor may compile.
+    for an FX wrapper, and in what torch.export traces. AOTInductor compiles that, and there they are the overlay's.
     """
-    others = torch.compiler.is_exporting() or V.aot_compilation or inductor_config.fx_wrapper
+    is_exporting = torch.compiler.is_exporting() and not V.aot_compilation
+    others = is_exporting or inductor_config.fx_wrapper
     return config.streams and not others
 
 

@@ -17,7 +17,7 @@ from torch_overlay import _options
 
 
 # User streams and events go through the compiler. False restores upstream's handling of them, which code for
-# AOTInductor and FX wrappers has in any case, and what torch.export traces.
+# FX wrappers has in any case, and what torch.export traces.
 streams: bool = True
 
 # Ranges and marks of torch.cuda.nvtx, and ranges of torch.profiler.record_function, in programs with streams. True:

@@ -146,7 +146,7 @@ class TestAssignment(unittest.TestCase):
                 (on, why), _ = found()
                 self.assertFalse(on)
                 self.assertIn("torch._inductor.config asks for an FX wrapper", why)
-        self.assertIn("but for AOTInductor and FX wrappers", str(form.overlay.status()))
+        self.assertIn("but for FX wrappers", str(form.overlay.status()))
 
     def test_status_of_a_value_that_no_option_takes(self) -> None:
         """Put there past the checks, or deleted."""

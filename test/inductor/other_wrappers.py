@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import operator
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -47,6 +48,12 @@ class OneStream(torch.nn.Module):
         return y @ x
 
 
+def write_source(call: DeferredTritonCallWrapper, wrapper: Any) -> None:
+    """Write a kernel's source, as wrappers do that compile it when they run."""
+    source = wrapper._kernel_name_to_body[call.kernel_name]
+    wrapper.prefix.splice(f'static const char* {call.kernel_name}_source = R"TRITON({source})TRITON";')
+
+
 @contextlib.contextmanager
 def texts() -> Iterator[list[str]]:
     """The text that is generated inside for AOTInductor; neither that nor the kernels are compiled."""
@@ -57,21 +64,36 @@ def texts() -> Iterator[list[str]]:
         return "not_compiled.so"
 
     with (
+        torch._inductor.config.patch({"triton.autotune_at_compile_time": True}),  # as if there were a GPU
         mock.patch.object(codecache.AotCodeCompiler, "compile", keep),
         mock.patch.object(PythonWrapperCodegen, "generate_and_run_autotune_block"),
-        mock.patch.object(DeferredTritonCallWrapper, "generate"),
+        mock.patch.object(DeferredTritonCallWrapper, "generate", write_source),
+        mock.patch("torch._inductor.graph.is_same_tensor", operator.is_),  # weights have no addresses
     ):
         yield found
 
 
-def aot_inductor(model: type[torch.nn.Module]) -> str:
-    with simulated_gpu(), texts() as found:
-        x = torch.empty(64, 64, device="cuda")
-        program = torch.export.export(model(), (x,), strict=True).module()
-        with unset_fake_temporarily():  # the exported program has a mode of its own
-            torch._inductor.aot_compile(program, (x,))
-        (text,) = found
-        return text
+def aot_inductor(model: type[torch.nn.Module], size: int = 64) -> str:
+    with simulated_gpu():
+        return package(model(), torch.empty(size, size, device="cuda"))
+
+
+def package(model: torch.nn.Module, *inputs: torch.Tensor) -> str:
+    """The C++ of a model's package."""
+    with texts() as found, torch.no_grad():
+        program = torch.export.export(model, inputs, strict=True).module()
+        mode = program.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode  # the exported program has its own
+
+        def of_program(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+        with unset_fake_temporarily(), mode:
+            inputs = tuple(map(of_program, inputs))
+            for weights, kind in ((program._parameters, torch.nn.Parameter), (program._buffers, torch.nn.Buffer)):
+                weights.update((name, kind(of_program(weight))) for name, weight in weights.items())
+        with unset_fake_temporarily():
+            torch._inductor.aot_compile(program, inputs)
+    return found[0]
 
 
 def compiled(model: type[torch.nn.Module], options: dict[str, Any], backward: bool = False) -> str:
@@ -83,9 +105,8 @@ def compiled(model: type[torch.nn.Module], options: dict[str, Any], backward: bo
 
 
 def everything() -> dict[str, str]:
-    made = {"AOTInductor": aot_inductor(Branch)}
     with torch._inductor.config.patch(fx_wrapper=True):
-        return made | {
+        return {
             "several streams": compiled(Branch, {}),
             "one stream": compiled(OneStream, {}),
             "a backward": compiled(OneStream, {}, backward=True),

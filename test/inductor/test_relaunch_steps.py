@@ -25,7 +25,9 @@ from torch_overlay._inductor.relaunch.numbers.traced import followed
 from torch_overlay._inductor.relaunch.steps import Steps
 
 
-DEVICE = types.SimpleNamespace(index=0, stream_of=lambda index: 7, current=lambda: 0, functions=(0, 0, 0))
+DEVICE = types.SimpleNamespace(
+    index=0, stream_of=lambda index: 7, current=lambda: 0, functions=(0, 0, 0), library_calls=None
+)
 N = ("input", 0, int)
 
 
@@ -399,7 +401,9 @@ class Kernel:
 
 class TestKernels(StepsTestCase):
     def in_c(self, shown, conditions=(), current=lambda: 0):
-        return relaunch_driver.module().steps(**shown.arguments(conditions), device=(0, current, lambda index: 0x55, 0))
+        return relaunch_driver.module().steps(
+            **shown.arguments(conditions), device=(0, current, lambda index: 0x55, 0), calls=None
+        )
 
     def shown(self):
         """A launch that a call with 300 and a tensor makes."""
@@ -453,7 +457,7 @@ class TestKernels(StepsTestCase):
         arguments = self.shown().arguments(())
         (step,) = arguments["steps"]
         for position, wrong, error in (
-            (0, 4, "a step of an unknown kind"),
+            (0, 5, "a step of an unknown kind"),
             (1, (1, 2), "a kernel is"),
             (3, (5,) * 3, "a grid is made of words"),
             (3, (0, 0), "no three dimensions"),
@@ -464,7 +468,7 @@ class TestKernels(StepsTestCase):
         ):
             changed = (*step[:position], wrong, *step[position + 1 :])
             with self.assertRaisesRegex((ValueError, TypeError), error):
-                relaunch_driver.module().steps(**arguments | {"steps": (changed,)}, device=(0, int, int, 0))
+                relaunch_driver.module().steps(**arguments | {"steps": (changed,)}, device=(0, int, int, 0), calls=None)
 
     def test_error_of_the_driver(self):
         in_c = self.in_c(self.shown())

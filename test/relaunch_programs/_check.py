@@ -198,7 +198,9 @@ def _compare_leaf(place: str, want: Any, have: Any, loose: float, strides: bool)
 
 
 def counted() -> dict[str, int]:
-    return dict(torch._dynamo.utils.counters["torch_overlay"])
+    from torch_overlay._inductor.relaunch.capture import calls
+
+    return {**torch._dynamo.utils.counters["torch_overlay"], "library_calls": calls.launched()}
 
 
 def _check_counters(program: Program, start: dict[str, int], verify: bool = False) -> None:
@@ -213,6 +215,9 @@ def _check_counters(program: Program, start: dict[str, int], verify: bool = Fals
     if program.steps:
         if steps < program.steps and not verify:
             raise Mismatch(f"{steps} calls ran as steps, expected at least {program.steps} ({reasons})")
+        entries = now["library_calls"] - start["library_calls"]
+        if entries < program.library_calls and not verify:
+            raise Mismatch(f"{entries} calls of libraries were launched, expected at least {program.library_calls}")
     elif launched < program.launches:
         raise Mismatch(
             f"{launched} graph launches, expected at least {program.launches} "

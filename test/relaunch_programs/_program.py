@@ -177,6 +177,7 @@ class Program:
     - launches: at least so many graph launches must be counted on the side with graphs
     - captures: at most so many graphs may be made, if it is not None
     - steps: at least so many calls must run as steps of C, and no size is captured; 0: each size is, at once
+    - library_calls: at least so many calls of libraries must be launched as entries, by steps
     - refusals: regions of the program may be refused
     - oracles: the sides that the one with graphs is compared with
     - loose: factor on the tolerance against eager, for programs that compute in low precision in another order
@@ -194,6 +195,7 @@ class Program:
     launches: int = 1
     captures: int | None = None
     steps: int = 0
+    library_calls: int = 0
     refusals: bool = False
     oracles: tuple[str, ...] = ("plain", "eager")
     loose: float = 1.0

@@ -3,6 +3,7 @@
 Dynamo may compile a program more than once, and two calls of each code show its steps.
 """
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -200,3 +201,124 @@ def library_between(k: Kit) -> None:
     f = k.compile(lambda x: (x.sin() @ x.t()).softmax(-1), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(min(n, 300), m)))
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int, layers: int = 3) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(width, 2 * width) for _ in range(layers)])
+        self.outer = nn.ModuleList([nn.Linear(2 * width, width, bias=False) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner, outer in zip(self.inner, self.outer):
+            x = x + outer(inner(x).relu())
+            x = x + (x @ x.transpose(1, 2)).softmax(-1) @ x
+        return torch.baddbmm(x, x, outer.weight[:, : x.shape[-1]].expand(x.shape[0], -1, -1), beta=0.5, alpha=0.25)
+
+
+BATCHES = ((2, 7), (3, 16), (5, 33), (2, 7), (7, 64), (3, 16), (5, 33), (2, 100))
+
+
+@program("products of all layers are launched from few captures, at any size", steps=10, library_calls=150, loose=4)
+def products(k: Kit) -> None:
+    for width, dtype in ((64, torch.float32), (48, torch.bfloat16), (37, torch.float32)):
+        f = k.compile(k.module(Layers(width), dtype).eval(), dynamic=True)
+        with torch.no_grad():
+            for n, m in BATCHES * 2:
+                k.churn()
+                k.see(f"{width}: {n} x {m}", f(k.randn(n, m, width).to(dtype)))
+
+
+@program("products of training, whose operands are transposed", steps=10, library_calls=150, loose=8)
+def products_training(k: Kit) -> None:
+    module = k.module(Layers(64))
+    f = k.compile(module, dynamic=True)
+    for n, m in BATCHES * 2:
+        k.churn()
+        module.zero_grad()
+        f(k.randn(n, m, 64)).square().mean().backward()
+        k.see(f"{n} x {m}", [p.grad for p in module.parameters()])
+
+
+@program("products whose operands share memory, or are less aligned than before", steps=5, library_calls=5, loose=4)
+def products_of_parts(k: Kit) -> None:
+    f = k.compile(lambda x, y: (x @ x.t(), x @ y, x.t() @ x), dynamic=True)
+    for n in (16, 33, 64, 16, 64, 33, 16):
+        for skip in (0, 1, 4):
+            k.churn()
+            whole = k.randn(n * 40 + skip)[skip:].view(n, 40)
+            k.see(f"{n}, {skip}", f(whole, k.randn(40 * n + skip)[skip:].view(40, n)))
+            k.see(f"{n}, {skip}, transposed", f(whole, whole.t()))
+
+
+@program("a mode of the library changes between calls", steps=5, library_calls=10, loose=16, gpu_only=True)
+def products_of_modes(k: Kit) -> None:
+    f = k.compile(lambda x, y: (x.sin() @ y).cos() @ y, dynamic=True)
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_tf32
+    try:
+        for precise in (True, True, False, True, False, True):
+            settings.allow_tf32 = not precise
+            for n in (64, 128, 256):
+                k.churn()
+                k.see(f"{n}, {precise}", f(k.randn(n, 256), k.randn(256, 256)))
+    finally:
+        settings.allow_tf32 = before
+
+
+@program(
+    "products on streams, in threads and in a pool of the user's", steps=5, library_calls=10, loose=4, gpu_only=True
+)
+def products_elsewhere(k: Kit) -> None:
+    f = k.compile(k.module(Layers(64)).eval(), dynamic=True)
+    pool = torch.cuda.MemPool()
+    found: list[Tensor] = []
+
+    def other(x: Tensor) -> None:
+        with torch.no_grad():
+            found.append(f(x))
+
+    with torch.no_grad():
+        for n, m in BATCHES * 2:
+            k.churn()
+            x = k.randn(n, m, 64)
+            k.see("here", f(x))
+            with k.on(k.stream()):
+                k.see("on a stream", f(x))
+            with torch.cuda.use_mem_pool(pool):
+                k.see("in a pool", f(x))
+            k.synchronize()
+            thread = threading.Thread(target=other, args=(x,))
+            thread.start()
+            thread.join()
+            k.synchronize()
+            k.see("in a thread", found.pop())
+
+
+class Attention(nn.Module):
+    def __init__(self, joint: bool) -> None:
+        super().__init__()
+        self.joint = joint
+        self.all, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            q, k, v = self.all(x).split(64, 2)
+            if not self.joint:
+                q, k, v = q.sin(), k.cos(), v * 2
+            q, k, v = (y.view(*y.shape[:2], 4, 16).transpose(1, 2) for y in (q, k, v))
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.joint).transpose(1, 2).flatten(2))
+        return x
+
+
+@program("attention of any length, of parts of one product and of others", steps=10, library_calls=60, loose=16)
+def attention_steps(k: Kit) -> None:
+    for joint, dtype in ((True, torch.float32), (False, torch.bfloat16), (False, torch.float32)):
+        module = k.module(Attention(joint), dtype)
+        f = k.compile(module, dynamic=True)
+        for n, m in BATCHES * 2:
+            k.churn()
+            module.zero_grad()
+            y = f(k.randn(n, m, 64).to(dtype))
+            y.float().square().mean().backward()
+            k.see(f"{joint} {dtype}: {n} x {m}", [y, *[p.grad for p in module.parameters()]])

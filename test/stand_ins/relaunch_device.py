@@ -414,6 +414,7 @@ class FakeDevice:
     STREAM = 7
     captured = False
     functions = 0, 0, 0  # of torch, in C
+    library_calls = None
 
     def __init__(self) -> None:
         relaunch_driver.driver().library.stub_reset()

@@ -12,12 +12,15 @@ The seams name upstream's functions, which have the names of the hooks.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, TYPE_CHECKING
 
+import torch
 from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.bytecode_transformation import create_dup_top
 from torch._dynamo.resume_execution import _bytecode_from_template_with_split
 
+from torch_overlay import config
 from torch_overlay._dynamo import objects, registry
 from torch_overlay._stream_handling import handles_streams
 
@@ -56,7 +59,27 @@ def reset_user_object_tracking(original: Callable[[], None]) -> None:
 
 
 def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
-    return registry.add_callers_object(original, value, source) if handles_streams() else original(value, source)
+    if handles_streams():
+        return registry.add_callers_object(original, value, source)
+    if config.streams and torch.compiler.is_exporting():
+        known = _number_in_export(value)
+        return original(value, source) if known is None else known
+    return original(value, source)
+
+
+def _number_in_export(value: object) -> int | None:
+    """Return the number that a stream or event has already: an exported program keeps the numbers alone, so an event
+    under two names has to have one, and a stream that is the current one has the number of that.
+    """
+    if isinstance(value, torch.Stream):
+        if not registry.is_callers(value):
+            return None
+        # The program keeps this object of the stream alive, and nobody the one that was there.
+        reference: weakref.ReferenceType[object] = weakref.ref(value)
+        numbering.index_to_external_object_weakref[registry.CALLERS_STREAM_INDEX] = reference
+        return registry.CALLERS_STREAM_INDEX
+    numbers = enumerate(numbering.index_to_external_object_weakref)
+    return next((index for index, reference in numbers if reference() is value), None)
 
 
 def has_user_objects(original: Callable[[], bool]) -> bool:

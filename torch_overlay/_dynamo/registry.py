@@ -210,7 +210,7 @@ def local_of(output: OutputGraph, index: int) -> str:
     return name
 
 
-def _is_callers(value: torch.Stream) -> bool:
+def is_callers(value: torch.Stream) -> bool:
     """True if the stream is the caller's stream with which the frame is traced."""
     known = numbering.index_to_external_object_weakref
     callers_stream = known[CALLERS_STREAM_INDEX]() if known else None
@@ -235,7 +235,7 @@ def add_callers_object(register: Callable[[object, Source], int], value: object,
     if isinstance(value, (torch.Stream, torch.Event)) and not isinstance(source, CurrentStreamSource):
         note_streams()
     if not isinstance(value, torch.Event):
-        if isinstance(value, torch.Stream) and _is_callers(value) and not isinstance(source, CurrentStreamSource):
+        if isinstance(value, torch.Stream) and is_callers(value) and not isinstance(source, CurrentStreamSource):
             install_guard(source.make_guard(GuardBuilder.CURRENT_STREAM_MATCH))
             return CALLERS_STREAM_INDEX
         return register(value, source)

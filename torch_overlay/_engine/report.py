@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Option of torch_overlay.config -> what it switches. The comment in config.py has the details.
 FEATURES = {
-    "streams": "user streams and events go through the compiler, but for AOTInductor and FX wrappers",
+    "streams": "user streams and events go through the compiler, but for FX wrappers",
     "nvtx": "profiles name calls, graphs and side streams; profiler ranges stay in compiled stream programs",
     "fold_branches_below_us": "small branches on side streams run fused on the caller's stream",
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",

@@ -34,8 +34,11 @@ def source_line(stack_trace: str) -> str:
 
 def refuse_in_cpp(reason: str, origins: Iterable[Node]) -> NoReturn:
     """Raise the error that says why a program has no C++ wrapper, with the first line that is known of these nodes."""
+    from torch._inductor.virtualized import V
+
     line = next(filter(None, (source_line(node.stack_trace or "") for node in origins)), "no line is known")
-    raise NotImplementedError(f"cpp_wrapper can't compile {reason}, at {line}")
+    wrapper = "AOTInductor" if V.graph.aot_mode else "cpp_wrapper"
+    raise NotImplementedError(f"{wrapper} can't compile {reason}, at {line}")
 
 
 def trace_near(node: Node) -> str:

@@ -82,7 +82,7 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     for (Py_ssize_t i = 0; i < self->layout.inputs; i++) {
         const Input *each = &self->input[i];
         PyObject *item = PyList_GET_ITEM(inputs, each->position);
-        if (!field_address(item, &base[i])) {
+        if (!fields_of(item, &base[i])) {
             int code;
             Py_INCREF(item);
             code = asked_address(item, &base[i]);

@@ -33,6 +33,27 @@ static PyObject *py_addresses(PyObject *module, PyObject *arg) {
     return result;
 }
 
+static PyObject *row_of(const int64_t *values, int64_t count) {
+    PyObject *row = PyTuple_New((Py_ssize_t)count);
+    for (Py_ssize_t i = 0; row && i < count; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (!value) {
+            Py_CLEAR(row);
+            break;
+        }
+        PyTuple_SET_ITEM(row, i, value);
+    }
+    return row;
+}
+
+static PyObject *py_fields(PyObject *module, PyObject *arg) {
+    uint64_t address;
+    const Tensor *tensor = fields_of(arg, &address);
+    if (!tensor || tensor->dimensions < 0 || tensor->dimensions > INLINE_DIMENSIONS) Py_RETURN_NONE;
+    return Py_BuildValue("NNibbK", row_of(tensor->size, tensor->dimensions), row_of(tensor->stride, tensor->dimensions),
+                         (int)tensor->dtype, tensor->device[0], tensor->device[1], (unsigned long long)tensor->keys);
+}
+
 /* Learns the number and item size of a dtype from one of its tensors. None for the tensor: forgets all dtypes. */
 static PyObject *py_learn(PyObject *module, PyObject *args) {
     PyObject *object, *type;
@@ -55,6 +76,8 @@ static PyObject *py_learn(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"addresses", py_addresses, METH_O, "addresses(tensors): (data_ptr, ...)"},
+    {"fields", py_fields, METH_O,
+     "fields(tensor): (size, stride, dtype, device, its index, keys), or None if its fields don't hold them"},
     {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},
     {NULL}};
 

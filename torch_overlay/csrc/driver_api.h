@@ -35,6 +35,27 @@ typedef struct {
 } KernelParams;
 
 typedef struct {
+    Address to;
+    size_t pitch;
+    unsigned value, element_size;
+    size_t width, height;
+} MemsetParams;
+
+typedef struct {
+    size_t x, y, z, level;
+    int type;
+    Handle host;
+    Address device;
+    Handle array, unused;
+    size_t pitch, height;
+} CopySide;
+
+typedef struct {
+    CopySide from, to;
+    size_t width, height, depth;
+} CopyParams;
+
+typedef struct {
     unsigned grid[3], block[3], shared_bytes;
     Handle stream;
     const void *attributes;
@@ -42,12 +63,18 @@ typedef struct {
 } LaunchConfig;
 
 typedef struct {
+    int id, unused;
+    unsigned value[16];
+} LaunchAttribute;
+
+typedef struct {
     unsigned char from_port, to_port, type, reserved[5];
 } EdgeData;
 
 _Static_assert(sizeof(BlockKind) == 32 && sizeof(Access) == 12, "cuda.h");
+_Static_assert(sizeof(MemsetParams) == 40 && sizeof(CopyParams) == 200, "cuda.h");
 _Static_assert(sizeof(KernelParams) == 72 && sizeof(EdgeData) == 8, "cuda.h");
-_Static_assert(sizeof(LaunchConfig) == 56, "cuda.h");
+_Static_assert(sizeof(LaunchConfig) == 56 && sizeof(LaunchAttribute) == 72, "cuda.h");
 
 /* F(member of `cu`, the driver's symbol, parameters): each returns a CUresult. */
 #define DRIVER_FUNCTIONS(F)                                                                                            \
@@ -66,6 +93,9 @@ _Static_assert(sizeof(LaunchConfig) == 56, "cuda.h");
     F(StreamWaitEvent, "cuStreamWaitEvent", (Handle, Handle, unsigned))                                                \
     F(StreamQuery, "cuStreamQuery", (Handle))                                                                          \
     F(StreamIsCapturing, "cuStreamIsCapturing", (Handle, int *))                                                       \
+    F(StreamBeginCapture, "cuStreamBeginCapture_v2", (Handle, int))                                                    \
+    F(StreamEndCapture, "cuStreamEndCapture", (Handle, Handle *))                                                      \
+    F(PointerGetAttribute, "cuPointerGetAttribute", (void *, int, Address))                                            \
     F(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int *))                                   \
     F(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", (size_t *, const BlockKind *, int))                \
     F(MemAddressReserve, "cuMemAddressReserve", (Address *, size_t, size_t, Address, unsigned long long))              \
@@ -79,6 +109,14 @@ _Static_assert(sizeof(LaunchConfig) == 56, "cuda.h");
     F(GraphGetEdges, "cuGraphGetEdges_v2", (Handle, Handle *, Handle *, EdgeData *, size_t *))                         \
     F(GraphNodeGetType, "cuGraphNodeGetType", (Handle, int *))                                                         \
     F(GraphKernelNodeGetParams, "cuGraphKernelNodeGetParams_v2", (Handle, KernelParams *))                             \
+    F(GraphKernelNodeGetAttribute, "cuGraphKernelNodeGetAttribute", (Handle, int, void *))                             \
+    F(GraphMemsetNodeGetParams, "cuGraphMemsetNodeGetParams", (Handle, MemsetParams *))                                \
+    F(GraphMemcpyNodeGetParams, "cuGraphMemcpyNodeGetParams", (Handle, CopyParams *))                                  \
+    F(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (Address, Address, size_t, Handle))                                     \
+    F(MemsetD8Async, "cuMemsetD8Async", (Address, unsigned char, size_t, Handle))                                      \
+    F(MemsetD16Async, "cuMemsetD16Async", (Address, unsigned short, size_t, Handle))                                   \
+    F(MemsetD32Async, "cuMemsetD32Async", (Address, unsigned, size_t, Handle))                                         \
+    F(GraphDestroy, "cuGraphDestroy", (Handle))                                                                        \
     F(GraphNodeFindInClone, "cuGraphNodeFindInClone", (Handle *, Handle, Handle))                                      \
     F(GraphDestroyNode, "cuGraphDestroyNode", (Handle))                                                                \
     F(FuncGetName, "cuFuncGetName", (const char **, Handle))                                                           \

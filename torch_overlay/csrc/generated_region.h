@@ -1,13 +1,23 @@
 /* Regions with streams in generated C++: csrc/region.c and `streams.runtime`, whose Notes hold here, for C++ wrappers.
  */
 
+#include <algorithm>
+#include <map>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace torch_overlay {
+namespace { /* a process may load packages of different versions */
 
 using torch::aot_inductor::AOTICudaStreamGuard;
 using torch::aot_inductor::RAIIAtenTensorHandle;
+
+inline CUstream current_stream(int device) {
+    void *stream = nullptr;
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    return static_cast<CUstream>(stream);
+}
 
 inline bool is_capturing(CUstream stream) {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -151,6 +161,35 @@ inline RAIIAtenTensorHandle shown(RAIIAtenTensorHandle &tensor, RAIIAtenTensorHa
     return RAIIAtenTensorHandle(handle);
 }
 
+/* A package of AOTInductor makes its side streams itself, in each thread, for each stream that calls it: a side
+   stream's memory, results as well, is reused behind the work of one caller's stream. */
+class PackageRegion {
+  public:
+    bool enter(CUstream *streams, std::size_t count, int device) {
+        static thread_local std::map<std::pair<int, CUstream>, Streams> made;
+        auto &mine = made[{device, streams[0]}].handles;
+        if (mine.size() + 1 < count) {
+            Context context(device);
+            while (mine.size() + 1 < count) {
+                CUDA_DRIVER_CHECK(cuStreamCreate(&mine.emplace_back(nullptr), CU_STREAM_NON_BLOCKING));
+            }
+        }
+        std::copy_n(mine.begin(), count - 1, streams + 1);
+        return false;
+    }
+
+    void leave(bool) {}
+
+  private:
+    struct Streams {
+        std::vector<CUstream> handles;
+
+        ~Streams() {
+            for (auto stream : handles) cuStreamDestroy(stream); /* as with events */
+        }
+    };
+};
+
 #ifdef Py_PYTHON_H
 
 /* `streams.runtime.CppRegion`: the streams of a call, found in the running graph's table. */
@@ -159,7 +198,7 @@ class PythonRegion {
     explicit PythonRegion(const char *spec) : spec(spec) {}
 
     /* Returns true if two of the streams are one: Note [Streams that turn out to be one]. */
-    bool enter(CUstream *streams, std::size_t count) {
+    bool enter(CUstream *streams, std::size_t count, int) {
         py::gil_scoped_acquire_simple acquire;
         if (!region) {
             RAIIPyObject module(checked(PyImport_ImportModule("torch_overlay._inductor.streams.runtime")));
@@ -207,4 +246,5 @@ class PythonRegion {
 
 #endif
 
+} // namespace
 } // namespace torch_overlay

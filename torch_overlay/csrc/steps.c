@@ -4,6 +4,7 @@
    All that steps take and make has a place in one row: words, which are the values of kernels' parameters, and objects:
    constants, numbers, the inputs, and what steps make. */
 
+#include "calls.h"
 #include "data_ptr.h"
 #include "device.h"
 #include "module.h"
@@ -11,7 +12,8 @@
 
 #include <structmember.h>
 
-enum { CALL, TUPLE, LIST, KERNEL, KINDS }; /* TUPLE, LIST: make one of the operands */
+/* TUPLE, LIST: make one of the operands. ENTRY: a call that may be an entry. */
+enum { CALL, TUPLE, LIST, KERNEL, ENTRY, KINDS };
 
 enum { FEW = 256, AXES = 3, MOST_PARAMETERS = 256 };
 
@@ -30,6 +32,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *constants, *source; /* source: the tuple of the steps */
+    PyObject *calls;              /* of a library, or None */
     Device device;
     Program numbers; /* results: words, then numbers */
     Word *word;
@@ -42,6 +45,8 @@ typedef struct {
     const Steps *of;
     const uint64_t *value;
     PyObject **object;
+    Handle stream;
+    long modes; /* of the library; negative: there are no entries */
 } Run;
 
 static PyTypeObject *steps_type;
@@ -98,6 +103,7 @@ static void steps_dealloc(Steps *self) {
     device_clear(&self->device);
     Py_XDECREF(self->constants);
     Py_XDECREF(self->source);
+    Py_XDECREF(self->calls);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -106,12 +112,14 @@ static int steps_traverse(Steps *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->constants);
     Py_VISIT(self->source);
+    Py_VISIT(self->calls);
     return 0;
 }
 
 static int read_steps(Steps *self, PyObject *numbers, PyObject *words, PyObject *device) {
     Py_ssize_t *type, known;
-    if (device_init(&self->device, device) || program_init(&self->numbers, numbers)
+    if ((self->calls != Py_None && check_calls(self->calls)) || device_init(&self->device, device)
+        || program_init(&self->numbers, numbers)
         || !(type = read_row(words, "the type of a word", 0, TYPES, &self->words)))
         return -1;
     if ((self->word = zeros(self->words, sizeof *self->word)))
@@ -131,19 +139,21 @@ static int read_steps(Steps *self, PyObject *numbers, PyObject *words, PyObject 
 }
 
 static PyObject *py_steps(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"numbers", "words", "constants", "steps", "result", "objects", "inputs", "device", NULL};
+    static char *names[] = {"numbers", "words",  "constants", "steps", "result",
+                            "objects", "inputs", "device",    "calls", NULL};
     PyObject *numbers, *words, *device;
     Steps *self = (Steps *)steps_type->tp_alloc(steps_type, 0);
     if (!self) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!nnnO", names, &numbers, &words, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!nnnOO", names, &numbers, &words, &PyTuple_Type,
                                      &self->constants, &PyTuple_Type, &self->source, &self->result, &self->objects,
-                                     &self->inputs, &device)) {
-        self->constants = self->source = NULL; /* they are borrowed */
+                                     &self->inputs, &device, &self->calls)) {
+        self->constants = self->source = self->calls = NULL; /* they are borrowed */
         Py_CLEAR(self);
         return NULL;
     }
     Py_INCREF(self->constants);
     Py_INCREF(self->source);
+    Py_INCREF(self->calls);
     if (read_steps(self, numbers, words, device)) Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -172,10 +182,12 @@ static PyObject *build(const Run *run, const CodeStep *step) {
 
 static PyObject *call(const Run *run, const CodeStep *step) {
     PyObject *few[16], **arguments = few, *result = NULL;
-    Py_ssize_t i = 0, named = PyTuple_GET_SIZE(step->names);
-    if (step->operands > 16 && !(arguments = zeros(step->operands, sizeof *arguments))) return NULL;
-    while (i < step->operands && (arguments[i] = object_at(run, step->operand[i]))) i++;
-    if (i == step->operands)
+    Py_ssize_t i = 0, named = PyTuple_GET_SIZE(step->names), count = step->operands;
+    if (count > 16 && !(arguments = zeros(count, sizeof *arguments))) return NULL;
+    while (i < count && (arguments[i] = object_at(run, step->operand[i]))) i++;
+    if (i == count && step->kind == ENTRY && run->modes >= 0)
+        result = launch_call(run->of->calls, run->modes, step->function, step->names, arguments, count, run->stream);
+    if (i == count && !result && !PyErr_Occurred())
         result = PyObject_Vectorcall(step->function, arguments, (size_t)(i - named), named ? step->names : NULL);
     if (arguments != few) PyMem_Free(arguments);
     return result;
@@ -195,8 +207,8 @@ static int keep(const Run *run, const CodeStep *step, PyObject *result) {
     return code;
 }
 
-static int launch(const Run *run, const CodeStep *step, Handle stream) {
-    LaunchConfig config = {.block = {step->threads, 1, 1}, .shared_bytes = step->shared, .stream = stream};
+static int launch(const Run *run, const CodeStep *step) {
+    LaunchConfig config = {.block = {step->threads, 1, 1}, .shared_bytes = step->shared, .stream = run->stream};
     uint64_t value[MOST_PARAMETERS];
     void *at[MOST_PARAMETERS + 1];
     int code;
@@ -217,12 +229,16 @@ static int launch(const Run *run, const CodeStep *step, Handle stream) {
     return -1;
 }
 
-static int run_steps(const Steps *self, const Run *run, Handle stream) {
+static int run_step(const Run *run, const CodeStep *step) {
+    if (step->kind == KERNEL) return launch(run, step);
+    return keep(run, step, step->kind == CALL || step->kind == ENTRY ? call(run, step) : build(run, step));
+}
+
+static int run_steps(const Steps *self, Run *run) {
+    if (self->calls != Py_None && (run->modes = modes_of_calls(self->calls)) < 0 && PyErr_Occurred()) return -1;
     for (Py_ssize_t i = 0; i < self->steps; i++) {
         const CodeStep *step = &self->step[i];
-        if (step->kind == KERNEL ? launch(run, step, stream)
-                                 : keep(run, step, step->kind == CALL ? call(run, step) : build(run, step)))
-            return -1;
+        if (run_step(run, step)) return -1;
         for (Py_ssize_t k = 0; k < step->drops; k++) Py_CLEAR(run->object[step->dropped[k] - self->words]);
     }
     return 0;
@@ -264,8 +280,8 @@ static PyObject *steps_run(Steps *self, PyObject *inputs) {
         goto done;
     }
     for (size_t i = 0; i < objects; i++) object[i] = i < constants ? PyTuple_GET_ITEM(self->constants, i) : NULL;
-    Run run = {self, values, object};
-    if (!begin(self, &run, inputs) && !run_steps(self, &run, stream) && (result = object_at(&run, self->result))) {
+    Run run = {self, values, object, stream, -1};
+    if (!begin(self, &run, inputs) && !run_steps(self, &run) && (result = object_at(&run, self->result))) {
         Py_INCREF(result);
         self->runs++;
     }

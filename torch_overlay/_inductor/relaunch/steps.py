@@ -15,7 +15,7 @@ Python takes longer for it than the device where sizes are small, and a size tha
    Comparisons of numbers are conditions, too, and a call with another outcome runs as it is.
 3. C takes the steps (`csrc/steps.c`): it computes the numbers, launches Triton's kernels by the driver, and calls all
    other functions as generated code does, on tensors that it drops after their last use. So memory is allocated and
-   freed as before, and libraries choose what they launch.
+   freed as before. Libraries choose what they launch, once for each kind of call: Note [Library calls as entries].
 Code is run as it is where it uses a global, a context or an object that isn't known here (`why_not`), among them
 streams; where another dispatch mode is active; and for numbers that lead to other steps.
 """
@@ -37,6 +37,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_overlay._inductor.relaunch.capture import calls
 from torch_overlay._inductor.relaunch.capture.allocations import ALLOCATOR, function_of, namespace_of
 from torch_overlay._inductor.relaunch.capture.branches import choose
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
@@ -65,7 +66,7 @@ OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 VALUES = torch.dtype, torch.layout, torch.memory_format, torch.device
 
 
-CALL, TUPLE, LIST, KERNEL = range(4)  # kinds of steps, as in the C source
+CALL, TUPLE, LIST, KERNEL, ENTRY = range(5)  # kinds of steps, as in the C source
 WORD, CONSTANT, NUMBER, SLOT = range(4)  # what a step takes: places are in this order
 Operand: TypeAlias = "tuple[int, int]"  # one of these, and its number among them
 ADDRESS = "K"  # the type of a word
@@ -156,7 +157,8 @@ class Shown:
         # Also a result that is an argument gets a slot: at another call, it may be a copy.
         kept = [(i, self.add(v)) for i, v in made if isinstance(v, torch.Tensor)]
         items, results = tuple([i for i, _ in kept]), tuple([slot for _, slot in kept])
-        self.steps.append(Step(CALL, function, names, operands, items, results))
+        kind = ENTRY if calls.may_be_entry(function, names) else CALL
+        self.steps.append(Step(kind, function, calls.shared(names), operands, items, results))
 
     def note_kernel(self, binary: Any, grid: Sequence[Any], arguments: Sequence[Any]) -> bool:
         """Note a launch by torch's static launcher, if its numbers fit."""
@@ -513,4 +515,5 @@ class Steps:
         device, arguments = self.device, first.arguments(conditions)
         bound = device.index, device.current, device.stream_of, device.functions[0]
         self._before = self.runs
-        self._in_c = executable.implementation().steps(**arguments, device=bound)
+        entries = device.library_calls if any(step.kind == ENTRY for step in first.steps) else None
+        self._in_c = executable.implementation().steps(**arguments, device=bound, calls=entries)

@@ -57,8 +57,10 @@ def planned(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterato
 
 
 def _is_enclosed() -> bool:
-    """True if the region isn't all of the code that the caller calls."""
-    return inductor_config.triton.cudagraphs or _is_partition() or V.graph.name is not None
+    """True if the region isn't all of the code that the caller calls, or if the caller can't know its side streams: a
+    package of AOTInductor makes them itself.
+    """
+    return inductor_config.triton.cudagraphs or _is_partition() or V.graph.name is not None or V.graph.aot_mode
 
 
 def _is_partition() -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _STAND_IN = Path(__file__).with_name("simulated_wrapper.h")
-_ENTRY = re.compile(r"void inductor_entry_impl\(.*?\} // inductor_entry_impl", re.DOTALL)
+_ENTRY = re.compile(r"void (inductor_entry_impl|AOTInductorModel::run_impl)\(.*?\} // \1", re.DOTALL)
 _STATIC = re.compile(r"^static (?:thread_local )?torch_overlay::.*;$", re.MULTILINE)
 _CALLED = re.compile(r"\b(aoti_torch_\w+|call_\w+|cpp_fused\w*)\(")
 _CONSTANT = re.compile(r"\bcached_torch_(\w+?)_(\w+)\b")
@@ -49,11 +49,19 @@ def source_of(text: str) -> str:
     """Return the C++ to be compiled of a generated module's text."""
     entry = _ENTRY.search(text)
     assert entry is not None
-    body = entry[0]
+    body = entry[0].replace(", kernels, this->cubin_dir_)", ")")
+    is_package = entry[1].startswith("AOT")
+    given = re.search(r"raii_handles\(input_handles, (\d+)\)", body)
+    call = "inductor_entry_impl(inputs, outputs)"
+    if is_package:
+        call = f"""
+            AOTInductorModel model;
+            model.constants = {{inputs + {given[1] if given else 0}}};
+            model.run_impl(inputs, outputs, torch_overlay::current_stream(0), nullptr)"""
     if re.search(r"custom_op_wrapper|aoti_torch_call_dispatcher|c10::IValue|\.size\(|temporary_reference", body):
         raise CheckError("the C++ calls operators by the dispatcher, or reads sizes, which isn't simulated")
     names = sorted(set(_CALLED.findall(body)) | {"aoti_torch_clone_preserve_strides", "aoti_torch_copy_"})
-    names = sorted({*names, "aoti_torch_new_tensor_handle"})
+    names = sorted({*names, "aoti_torch_new_tensor_handle", "aoti_torch_get_current_cuda_stream"})
     constants = sorted({found[0] for found in _CONSTANT.finditer(body)})
     functions = [
         f'template <class... A> int64_t {name}(const A&... given) {{ return call_python("{name}", given...); }}'
@@ -69,7 +77,7 @@ def source_of(text: str) -> str:
             body,
             'extern "C" int run(Call call, AtenTensorHandle* inputs, AtenTensorHandle* outputs) {',
             "    to_python = call;",
-            "    try { inductor_entry_impl(inputs, outputs); } catch (const std::exception&) { return 1; }",
+            f"    try {{ {call}; }} catch (const std::exception&) {{ return 1; }}",
             "    return 0;",
             "}",
         )
@@ -101,14 +109,13 @@ class CppModule(Module):
         self.constants = sorted({found[0] for found in _CONSTANT.finditer(_ENTRY.search(text)[0])})  # type: ignore[index]
         kernels = _KERNEL.findall(text)
         self.kernels = {name: _Triton(self.device, function, source) for name, function, source in kernels}
-        count = re.search(r"num_outputs=(\d+)", text)
+        count = re.search(r"(?:num_outputs=|AOTInductorModelBase\(\d+,\s+)(\d+)", text)
         assert count is not None
         self.outputs = int(count[1])
         self.scope = {"call": self.run}
         self.tensors: dict[int, Any] = {}
         self.events: list[torch.Event] = []
         self.streams: dict[int, Any] = {}
-        self.stack: list[torch.Stream] = []
         self.regions: dict[str, stream_runtime.CppRegion] = {}
         self.next = 0
         self.error: BaseException | None = None
@@ -251,7 +258,7 @@ class CppModule(Module):
         if kind == "Tensor":
             return self.value(first)
         if kind == "Optional[Tensor]":
-            return self.tensors[ctypes.c_int64.from_address(first.number).value] if first.number else None
+            return self.tensors.get(ctypes.c_int64.from_address(first.number).value) if first.number else None
         if kind == "List[int]":
             return self.ints(first.number, arguments.pop(0).number)
         if kind == "bool":
@@ -276,13 +283,13 @@ class CppModule(Module):
         torch._C._cuda_setDevice(index)
 
     def on_set_stream(self, handle: int, device: int) -> int:
-        self.stack.append(stream_runtime.callers_stream(device))
+        before: Any = stream_runtime.callers_stream(device)
+        self.streams[before.cuda_stream] = before
         stream_runtime.set_stream(self.stream(handle))
-        return len(self.stack)
+        return before.cuda_stream
 
-    def on_restore_stream(self, depth: int) -> None:
-        assert depth == len(self.stack)
-        stream_runtime.set_stream(self.stack.pop())
+    def on_restore_stream(self, before: int) -> None:
+        stream_runtime.set_stream(self.stream(before))
 
     def region(self, address: int) -> stream_runtime.CppRegion:
         spec = ctypes.string_at(address).decode()
@@ -307,6 +314,11 @@ class CppModule(Module):
         if tensor.is_cuda:
             tensor.record_stream(self.stream(stream))
 
+    def on_create_stream(self) -> int:
+        stream = torch.cuda.Stream()
+        self.streams[stream.cuda_stream] = stream
+        return stream.cuda_stream
+
     def on_create(self) -> int:
         self.events.append(torch.cuda.Event())
         return len(self.events)
@@ -325,7 +337,7 @@ class CppModule(Module):
 
 
 def module_type(text: str) -> type[Module]:
-    return CppModule if "cpp_wrapper_src" in text else Module
+    return CppModule if re.search("cpp_wrapper_src|AOTInductorModel::", text) else Module
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -125,7 +126,7 @@ using CUcontext = void *;
 using CUdevice = int;
 using CUstreamCaptureStatus = int;
 
-enum { CUDA_SUCCESS, CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_EVENT_DISABLE_TIMING = 2 };
+enum { CUDA_SUCCESS, CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_EVENT_DISABLE_TIMING = 2, CU_STREAM_NON_BLOCKING = 1 };
 
 #define CUDA_DRIVER_CHECK(call) static_cast<void>(call)
 #define AOTI_TORCH_ERROR_CODE_CHECK(call) static_cast<void>(call)
@@ -154,6 +155,13 @@ inline CUresult cuEventRecord(CUevent event, CUstream stream) { return call_pyth
 inline CUresult cuStreamWaitEvent(CUstream stream, CUevent event, int) { return call_python("wait", event, stream), 0; }
 
 inline CUresult cuEventSynchronize(CUevent event) { return call_python("synchronize", event), 0; }
+
+inline CUresult cuStreamCreate(CUstream *stream, int) {
+    *stream = reinterpret_cast<CUstream>(call_python("create_stream"));
+    return CUDA_SUCCESS;
+}
+
+inline CUresult cuStreamDestroy(CUstream) { return CUDA_SUCCESS; }
 
 inline CUresult cuStreamSynchronize(CUstream stream) { return call_python("synchronize_stream", stream), 0; }
 
@@ -201,6 +209,30 @@ inline RAIIAtenTensorHandle wrap_with_raii_handle_if_needed(AtenTensorHandle han
     return RAIIAtenTensorHandle(handle);
 }
 
+/* A package of AOTInductor. */
+using AOTIProxyExecutorHandle = void *;
+
+struct AOTInductorModelKernels {};
+
+struct AOTInductorModel {
+    struct Constants {
+        AtenTensorHandle *first;
+
+        AtenTensorHandle &at(int i) { return first[i]; }
+    } constants, *constants_ = &constants;
+
+    int device_idx_ = 0;
+    std::unique_ptr<AOTInductorModelKernels> kernels_ = std::make_unique<AOTInductorModelKernels>();
+
+    void __check_inputs_outputs(AtenTensorHandle *, AtenTensorHandle *) {}
+
+    void run_impl(AtenTensorHandle *, AtenTensorHandle *, DeviceStreamType, AOTIProxyExecutorHandle);
+};
+
+inline bool _check_aoti_runtime_check_inputs_env() { return false; }
+
+#define AOTI_TORCH_WARN(message)
+
 namespace torch_overlay {
 
 struct PythonRegion {
@@ -208,7 +240,7 @@ struct PythonRegion {
 
     explicit PythonRegion(const char *spec) : spec(spec) {}
 
-    bool enter(CUstream *streams, std::size_t count) { return call_python("enter", spec, streams, count); }
+    bool enter(CUstream *streams, std::size_t count, int) { return call_python("enter", spec, streams, count); }
 
     void leave(bool is_aliased) {
         if (is_aliased) call_python("leave", spec);

@@ -70,6 +70,14 @@ class AddressSpace:
         if not self._before:
             self._module.seal(self._range)
 
+    def begin(self) -> int | None:
+        """Have this thread's pools of the space take memory from here, until `end` with what this returns. The space
+        isn't sealed then."""
+        return self._module.use(self._range)
+
+    def end(self, before: int | None) -> None:
+        self._module.use(before)
+
     def pool(self, no_split: bool = False) -> torch.cuda.MemPool:
         """Return a new pool that allocates in the space. `no_split`: each allocation has a segment of its own."""
         pool = torch.cuda.MemPool(_allocator(self._module), no_split=no_split)
@@ -109,7 +117,11 @@ class AddressSpace:
         """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
         if self._range is None:
             return self._last[1][first:]
-        return list(struct.iter_unpack("QQ", self._module.allocations(self._range, first)))
+        return list(struct.iter_unpack("QQ", self.packed_allocations(first)))
+
+    def packed_allocations(self, first: int = 0) -> bytes:
+        """Return the same as 64-bit numbers, of an open space."""
+        return self._module.allocations(self._range, first)
 
     def allocations_made(self) -> int:
         """Return the number of segments."""

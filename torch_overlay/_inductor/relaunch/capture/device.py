@@ -25,7 +25,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.capture import kernel_names
+from torch_overlay._inductor.relaunch.capture import calls, kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
@@ -111,6 +111,11 @@ class Cuda:
     @functools.cached_property
     def driver(self) -> Driver:
         return Driver()
+
+    @property
+    def library_calls(self) -> Any:
+        """Return the entries of this device: Note [Library calls as entries] of `capture.calls`."""
+        return calls.entries(self.index, self.empty)
 
     def prepare_conditionals(self) -> None:
         """Find what a capture with branches needs, before it begins. Raises Unprovable where there can be none."""

@@ -5,13 +5,13 @@ Note [Fields of a tensor]
 By every public way, from C too, the address of a tensor takes 60 ns, which is 10 us for the 149 parameters of a model
 with 16 layers: more than the rest of a relaunch. So the C module (`csrc/data_ptr.c`) reads the fields in memory: a
 Python tensor holds a pointer to a TensorImpl; the TensorImpl holds a pointer to a StorageImpl, an offset, a length and
-the number of a dtype; the StorageImpl holds the address. Where these fields lie is fixed for a build of torch, and
-promised nowhere: before the module reads anything, `teach` compares what it would read with `data_ptr()` for tensors of
-each dtype, views, parameters and others. If one differs, the module forgets the dtypes. It calls `data_ptr()` for a
-tensor that has no storage, no elements or an unknown dtype, and for a storage that is copied on write
-(`torch._lazy_clone`), whose address has to be asked for before anybody writes. It caches no field: `p.data = x`
-exchanges the storage in the same TensorImpl, a storage that is resized moves, and torch.utils.swap_tensors exchanges
-the TensorImpl of the same Python object.
+the number of a dtype, sizes and strides; the StorageImpl holds the address. Where these fields lie is fixed for a build
+of torch, and promised nowhere: before the module reads anything, `teach` compares what it would read with `data_ptr()`,
+sizes and strides of tensors of each dtype, views, parameters and others. If one differs, the module forgets the dtypes.
+It calls `data_ptr()` for a tensor that has no storage, no elements or an unknown dtype, and for a storage that is
+copied on write (`torch._lazy_clone`), whose address has to be asked for before anybody writes. It caches no field:
+`p.data = x` exchanges the storage in the same TensorImpl, a storage that is resized moves, and torch.utils.swap_tensors
+exchanges the TensorImpl of the same Python object.
 
 Note [The memory that a memcpy node was made for]
 A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
@@ -53,7 +53,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.graph.subgraph import Part
     from torch_overlay._inductor.relaunch.proof.nodes import CopySide, Node
@@ -158,13 +158,21 @@ def teach(native: Any) -> bool:
             native.learn(torch.Tensor, torch.nn.Parameter(torch.ones(1)), torch.ones(1).itemsize)
             with torch.enable_grad():
                 found = probes()
-        if native.addresses(found) != tuple([t.data_ptr() for t in found]):
+        if native.addresses(found) != tuple([t.data_ptr() for t in found]) or not _are_read(native, found):
             raise RuntimeError("a tensor's fields lie elsewhere than the C module looks for them")
     except Exception as error:
         native.learn(torch.Tensor, None, 0)
         log.info("addresses of tensors are asked for, some 60 ns each: %s", error)
         return False
     return True
+
+
+def _are_read(native: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """True if the module reads the sizes and strides of tensors, and tells apart those that differ in a bit."""
+    read = [(native.fields(t), t) for t in tensors]
+    negative = torch.ones(3, dtype=torch.complex64).conj().imag
+    kinds = {native.fields(t)[2:] for t in (negative, torch.ones(3), torch.ones(3, dtype=torch.float64))}
+    return len(kinds) == 3 and all(f is None or f[:2] == (tuple(t.size()), tuple(t.stride())) for f, t in read)
 
 
 def probes() -> list[torch.Tensor]:
