@@ -14,6 +14,7 @@ import torch._inductor.config as inductor_config
 from torch._dynamo.test_case import run_tests
 
 import form
+from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import region, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from stand_ins.relaunch_host import host_as_gpu
@@ -403,6 +404,18 @@ class TestSplitOff(Case):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
         self.assertIn("the driver has the flu", split_off.failed()["cond"])
+
+    def test_driver_that_refuses_a_node_of_a_branch(self):
+        run = self.region(choice(COSINE, SINE))
+        with mock.patch.object(split_off, "compile_again", return_value=True) as again:
+            for i, outcome in enumerate(OUTCOMES):
+                if i == 1:  # the first launch
+                    relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, skip=2)
+                x, w = torch.randn(4, 4), torch.randn(4, 4)
+                self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
+        again.assert_called_once()
+        self.assertIn("cuGraphExecKernelNodeSetParams", split_off.failed()["cond"])
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
 
     def test_later_processes_try_again(self):
         self.device.without_conditionals = True

@@ -152,6 +152,18 @@ class RegionGraphs:
         self.refuse(state, "host-memory", why)
         return True
 
+    def give_up_first(self, state: State, error: Exception) -> None:
+        """Drop the state's graph, whose first launch the driver has refused."""
+        if has_branches(self.region.model):
+            self.states.set_graph(state)
+            self._blame_conditions(state, error)
+        else:
+            self.give_up(state, f"its copies to or from the host can't be patched: {error}")
+
+    def _blame_conditions(self, state: State, error: Exception, line: str = "") -> None:
+        """A different driver may do, or a different operator may have failed: later processes try again."""
+        self._blame(state, Culprit("cond", line, f"can't be in a graph: {error}"), lasting=False)
+
     def _fail(self, state: State, failed: CaptureFailed) -> None:
         """Blame the operator for which there is no graph; otherwise refuse, or let a later call try again."""
         if failed.culprit is not None:
@@ -161,8 +173,7 @@ class RegionGraphs:
         if not failed.is_final and state.failures < FAILURES:
             return
         if failed.reason in OF_BRANCHES and has_branches(self.region.model):
-            # A different driver may do, or a different operator may have failed: later processes try again.
-            self._blame(state, Culprit("cond", failed.line, f"can't be in a graph: {failed}"), lasting=False)
+            self._blame_conditions(state, failed, failed.line)
         else:
             self.refuse(state, failed.reason, str(failed), operator=failed.operator, line=failed.line)
 

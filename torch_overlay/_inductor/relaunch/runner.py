@@ -203,7 +203,7 @@ class Runner:
         if not ready or (relaunch := state.relaunch) is None:  # None: another thread has dropped it
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
-        untried = has_copies_never_launched(relaunch)
+        untried = may_be_refused(relaunch, self.never_run.branches)
         if not clones and not untried:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
         try:
@@ -219,7 +219,7 @@ class Runner:
                 if untried:
                     self.states.set_graph(state)  # the next one is the first launch
                 raise
-            self.region_graphs.give_up(state, f"its copies to or from the host can't be patched: {error}")
+            self.region_graphs.give_up_first(state, error)
             if self.code.mutated_inputs and any(stage.totals[0] for stage in relaunch.stages):
                 raise  # what has run may have written to inputs
             inputs[:] = originals
@@ -292,8 +292,8 @@ class Runner:
         return f"a size without a graph runs {way}"
 
 
-def has_copies_never_launched(relaunch: Launchable) -> bool:
-    """True if the graph has memcpy nodes to patch and was never launched: the driver may refuse to patch them, and only
-    the first launch shows that."""
+def may_be_refused(relaunch: Launchable, branches: Sequence[Any]) -> bool:
+    """True if the graph has memcpy nodes to patch, or conditional nodes, and was never launched: the driver may refuse
+    to patch them, and only the first launch shows that."""
     stages = relaunch.stages
-    return any(stage.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)
+    return any(branches or stage.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)

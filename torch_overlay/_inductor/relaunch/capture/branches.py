@@ -165,10 +165,11 @@ def branches_of(model: Any) -> list[Any]:
 
 
 class NeverRun:
-    """The branches of a region that were never run."""
+    """The branches of a region, and those that were never run (`left`)."""
 
     def __init__(self, model: Any) -> None:
-        self.left, self.waits = branches_of(model), MOST_WAITS
+        self.branches, self.waits = branches_of(model), MOST_WAITS
+        self.left = self.branches
 
     def wait(self) -> bool:
         """True if the region is to wait with its capture: Note [Branches that were never run]."""
