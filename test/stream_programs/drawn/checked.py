@@ -97,6 +97,15 @@ def _is_eagers(race: Race, found: Report) -> bool:
     )
 
 
+def _is_left_unsafe(race: Race, found: Report) -> bool:
+    """A value of an earlier frame that a stream still reads when it is dropped is handed on too early in eager, too,
+    which leaves the memory of that pool unsafe. A frame doesn't know whose memory a value is that an earlier one made.
+    """
+    pool = race.first.view.memory.stream
+    rows = [calls.get(f"free memory of {pool}") for calls in (found.context.promises or {}).values()]
+    return race.kind == "reuse" and any(row is not None and pool not in row.readable for row in rows)
+
+
 def _moved(found: Report) -> set[str]:
     """Calls in which eager frees memory of one stream that others still use, and compiled code has that memory of
     another stream. An earlier frame chose the stream, and can't know those of a later one: neither is safe.
@@ -130,7 +139,10 @@ def findings(
     too, but where compiled code makes the copy is its own affair; the caller waits again before it reads host memory.
     """
     races = [
-        ("race", describe(r)) for r in found.races if (host_waits or not _left_to_host(r)) and not _is_eagers(r, found)
+        ("race", describe(r))
+        for r in found.races
+        if (host_waits or not _left_to_host(r)) and not _is_eagers(r, found)
+        if not (breaks and _is_left_unsafe(r, found))
     ]
     parts = _parts(found)
     moved = _moved(found) if breaks else set()

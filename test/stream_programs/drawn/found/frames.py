@@ -48,6 +48,18 @@ def copy_of_an_input_that_an_update_of_a_list_changes(s1, /, x):
 
 
 @found
+def dropped_while_a_stream_that_nobody_joins_reads_it(s1, /, x, y):
+    """Eager hands on the memory of v1 as early."""
+    v1 = x + 1
+    v2 = y * 2
+    torch._dynamo.graph_break()
+    with torch.cuda.stream(s1):
+        s1.wait_stream(current)
+        v2.add_(v1)
+    return (x.view(16, 64),)  # unjoined
+
+
+@found
 def foreach_on_a_side_stream(s1, /, x, y):
     with torch.cuda.stream(s1):
         s1.wait_stream(current)
