@@ -14,7 +14,7 @@
 
 enum { MOST_ARGUMENTS = 16, MOST_KERNELS = 8, MOST_PARAMETERS = 64, MOST_BYTES = 4096, MOST_SLOTS = 64 };
 
-enum { MOST_TEMPORARIES = 8, MOST_ENTRIES = 1 << 15, FULL_ALIGNMENT = 256 };
+enum { MOST_TEMPORARIES = 8, MOST_ENTRIES = 1 << 13, FULL_ALIGNMENT = 256 };
 
 enum {
     THREAD_LOCAL = 1,
@@ -26,7 +26,7 @@ enum {
     BUFFER_POINTER = 1
 };
 
-enum { BUSY = 2, STACK = 64 << 10 };
+enum { BUSY = 2, PAUSE = 256, STACK = 64 << 10 }; /* PAUSE: calls without an attempt after one that came to nothing */
 
 enum { START = 256, PAYS = 5 }; /* captures before any gain; launches that save the time of one more */
 
@@ -98,6 +98,7 @@ typedef struct {
     PyObject *functions;
     PyObject *device; /* with `enter`, `leave`, `elsewhere`, `temporaries`, `results`, `modes`, `empty` */
     int kind;         /* of the device, as torch numbers them */
+    unsigned pause;   /* calls that are not captured before the next attempt */
     unsigned long long captured, launched;
 } Calls;
 
@@ -758,8 +759,11 @@ PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject 
     if (!found && !PyErr_Occurred()) {
         if (PyDict_GET_SIZE(self->entries) >= MOST_ENTRIES) PyDict_Clear(self->entries);
         PyDict_SetItem(self->entries, key, Py_True);
+    } else if (found == Py_True && self->pause) {
+        self->pause--;
     } else if (found == Py_True && self->captured < START + self->launched / PAYS) {
         Py_SETREF(found, make_entry(self, function, names, arguments, count, operand, operands));
+        if (found == Py_True) self->pause = PAUSE;
         if (found && found != Py_True && PyDict_SetItem(self->entries, key, found)) Py_CLEAR(found);
     }
     Py_DECREF(key);
