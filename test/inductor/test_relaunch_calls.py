@@ -1,9 +1,12 @@
 """Calls of a library as entries: `capture.calls`, `csrc/calls.c`. The library launches on a driver of our own, whose
 captures hold what it launches, and whose launches are recorded."""
 
+import contextlib
 import ctypes
 import functools
+import gc
 import threading
+import types
 from unittest import mock
 
 import torch
@@ -269,6 +272,38 @@ class TestDevice(TestCase):
         device = calls.Device(None, lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
         self.assertEqual((device.empty(5).dtype, device.empty(5).shape), (torch.uint8, (5,)))
         self.assertEqual(device.empty((2, 3), (1, 2), torch.float64).stride(), (1, 2))
+
+    def test_a_capture_holds_the_lock_and_leaves_nothing_behind(self):
+        said, pool = [], types.SimpleNamespace(id=(0, 9))
+        device = calls.Device(3, torch.empty_strided)
+        device._space, device._pools = types.SimpleNamespace(begin=lambda: 7, end=lambda *a: said.append(a)), [pool] * 2
+        device._stream, device._handle = (5, 3, 1), CAPTURES
+        names = "beginAllocateCurrentThreadToPool endAllocateToPool releasePool setStream clearCublasWorkspaces"
+        with contextlib.ExitStack() as stack:
+            for name in names.split():
+                note = functools.partial(
+                    lambda name, *args, **kwargs: said.append((name, *args, *kwargs.values())), name
+                )
+                stack.enter_context(mock.patch.object(torch._C, f"_cuda_{name}", note, create=True))
+            stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentStream", lambda index: (0, index, 1)))
+            stack.enter_context(mock.patch.object(torch.cuda, "current_blas_handle", lambda: 0))
+            self.assertEqual(device.enter(True), CAPTURES)
+            self.assertTrue(calls.capturing.locked())
+            self.assertFalse(gc.isenabled())
+            self.assertIsNone(device.enter(False))
+            device.leave()
+            self.assertFalse(calls.capturing.locked())
+            self.assertTrue(gc.isenabled())
+            wanted = ["clearCublasWorkspaces", "beginAllocateCurrentThreadToPool", "setStream"]
+            wanted += ["setStream", "endAllocateToPool", "releasePool", "clearCublasWorkspaces", 7]
+            self.assertEqual([each[0] for each in said], wanted)
+            self.assertEqual([each[1:] for each in said if each[0] == "setStream"], [(5, 3, 1), (0, 3, 1)])
+            fails = mock.patch.object(torch.cuda, "current_blas_handle", side_effect=RuntimeError("no handle"))
+            with fails, self.assertLogs(calls.log, "WARNING"):
+                self.assertIsNone(device.enter(False))
+        self.assertFalse(calls.capturing.locked())
+        self.assertTrue(gc.isenabled())
+        self.assertEqual(device.modes(), -1)
 
     def test_second_thread_of_python_ends_captures(self):
         device, found = calls.Device(None, torch.empty_strided), []

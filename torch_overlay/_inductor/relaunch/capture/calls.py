@@ -25,6 +25,7 @@ by these, which has its kernels. Calls of all layers, regions and sizes share en
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import threading
 from typing import Any, TYPE_CHECKING
@@ -151,15 +152,17 @@ class Device:
             if again:  # the workspaces of the first capture lie in its pool
                 torch._C._cuda_clearCublasWorkspaces()
             pool, index = self._pools[again].id, self.index
-            self._inside = again, pool, space.begin(), torch._C._cuda_getCurrentStream(index)
+            stream = torch._C._cuda_getCurrentStream(index)
             torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-            _set_stream(self._stream)
-            return self._handle
         except Exception as error:  # the call is made as it is
             capturing.release()
             self._failed = True
             log.warning("calls of libraries are made as they are, for none can be captured: %s", error)
             return None
+        self._inside = again, pool, space.begin(), stream, gc.isenabled()
+        gc.disable()  # it could destroy objects whose destruction a capture forbids
+        _set_stream(self._stream)
+        return self._handle
 
     def is_alone(self) -> bool:
         """True if no other thread of Python's that lives has asked."""
@@ -169,8 +172,10 @@ class Device:
         return len(self._threads) < 2
 
     def leave(self) -> None:
-        again, pool, before, stream = self._inside
+        again, pool, before, stream, collects = self._inside
         try:
+            if collects:
+                gc.enable()
             _set_stream(stream)
             torch._C._cuda_endAllocateToPool(self.index, pool)
             torch._C._cuda_releasePool(self.index, pool)
