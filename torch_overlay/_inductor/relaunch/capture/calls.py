@@ -15,11 +15,15 @@ by these, which has its kernels. Calls of all layers, regions and sizes share en
    the address of one tensor, or of temporary memory, in both captures; a word that doesn't may not be an address of
    memory at all. Else a call with that function is never an entry. In each later capture the words at these places have
    to be addresses of its tensors, and all others none; if they are, the function is learnt again.
-3. Temporary memory of a capture, such as the workspace of cuBLAS, has addresses of an `AddressSpace`, and is allocated
-4. Not all calls are entries: only the functions of `FUNCTIONS`, which draw no random numbers, have no state, and return
-   their last argument. Tensors that overlap each other, calls that launch other things than kernels, and modes in which
-   the library measures kernels leave a call as it is.
-5. A capture takes as long as some three launches save. Beyond a start, captures have to be earned by launches.
+3. Temporary memory of a capture, such as the workspace of cuBLAS, has addresses of an `AddressSpace`. It is allocated
+   anew for each launch, and so are results in new memory.
+4. Only the functions of `FUNCTIONS` and `OPERATORS` may be entries: they have no state. A capture in which random
+   numbers are drawn fails. A call stays as it is if it does more than to launch kernels, fills and copies, passes
+   memory of the host to a kernel, or returns a part of new memory; and all do where the library measures kernels.
+   Tensors that overlap have their distance in the key.
+5. A capture takes as long as some five launches save. Beyond a start, captures have to be earned by launches.
+6. During a capture, a synchronization with the device is an error in every thread. New sizes come at any time, so no
+   call is captured once a second thread of Python's runs such code. (Autograd's threads don't synchronize.)
 """
 
 from __future__ import annotations
