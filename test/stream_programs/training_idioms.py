@@ -10,8 +10,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
-from stream_programs._program import Kit, matrices
-from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training, trains
+from stream_programs._program import fork, join, Kit, matrices
+from stream_programs.training import (
+    accumulates,
+    current,
+    leaf,
+    make_whole,
+    take_gradients,
+    trained,
+    training,
+    trains,
+)
 
 
 def _two_branches(k: Kit, weights: list[torch.Tensor]) -> Any:
@@ -72,29 +81,24 @@ def train_module_hooks(k: Kit) -> Any:
     return step
 
 
-@training("a hook on a value inside of the compiled function changes its gradient, on the value's stream")
-def train_hook_inside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
 
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 2
 
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = Doubled.apply(sleep(x @ first)).relu()
-        b = Doubled.apply(x @ second)
-        join(side)
-        return (a - b).sum()
-
-    return trains(k, forward, first, second)
+@training("a hook on a value inside of the compiled function changes its gradient, on the value's stream", weights=2)
+def train_hook_inside(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = _Doubled.apply(sleep(x @ first)).relu()
+    b = _Doubled.apply(x @ second)
+    join(side)
+    return (a - b).sum()
 
 
 @training("a hook after accumulation hands the gradient to a stream of its own, as a reducer does")
@@ -131,7 +135,6 @@ def train_reducer_in_hook(k: Kit) -> Any:
 def train_fused_optimizer_in_backward(k: Kit) -> Any:
     first, second = trained(k, 2)
     forward = k.compile(_two_branches(k, [first, second]))
-    # A step of 1/16: weights are whole at the beginning of each call, and stay exact.
     fused = not _is_fake(first)  # the fused kernel knows no fake tensors
     optimizers = {p: torch.optim.SGD([p], lr=2.0**-4, fused=fused) for p in (first, second)}
 
@@ -143,9 +146,7 @@ def train_fused_optimizer_in_backward(k: Kit) -> Any:
         parameter.register_post_accumulate_grad_hook(update)
 
     def step(x):
-        with torch.no_grad():
-            first.round_().clamp_(-2, 2)
-            second.round_().clamp_(-2, 2)
+        make_whole(first, second)
         loss = forward(x).sum()
         loss.backward()
         return loss.detach(), first.detach().clone(), second.detach().clone()
@@ -169,9 +170,7 @@ def train_compiled_optimizer(k: Kit) -> Any:
             join(side)
 
     def step(x):
-        with torch.no_grad():
-            first.round_().clamp_(-2, 2)
-            second.round_().clamp_(-2, 2)
+        make_whole(first, second)
         loss = forward(x).sum()
         loss.backward()
         update()
@@ -184,24 +183,18 @@ def train_compiled_optimizer(k: Kit) -> Any:
 # ---- checkpoints
 
 
-@training("a block is checkpointed inside of a stream's context", tolerance=1e-4)
-def train_checkpoint_in_stream_context(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
+@training("a block is checkpointed inside of a stream's context", tolerance=1e-4, weights=2)
+def train_checkpoint_in_stream_context(first, second, side, sleep, /, x):
     def block(x):
         return sleep((x @ first).relu().clamp(max=2)) @ second
 
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = checkpoint(block, x, use_reentrant=False)
-            a = checkpoint(block, a.clamp(-1, 1), use_reentrant=True)
-        b = x * 2
-        join(side)
-        return (a * b).sum()
-
-    return trains(k, forward, first, second)
+    fork(side)
+    with torch.cuda.stream(side):
+        a = checkpoint(block, x, use_reentrant=False)
+        a = checkpoint(block, a.clamp(-1, 1), use_reentrant=True)
+    b = x * 2
+    join(side)
+    return (a * b).sum()
 
 
 def _saves_products(ctx, operation, *args, **kwargs):
@@ -261,23 +254,17 @@ def train_half_precision(k: Kit) -> Any:
 # ---- gradients of gradients
 
 
-@training("torch.func.grad inside of the compiled function, whose gradient is taken again", tolerance=1e-4)
-def train_gradient_of_gradient(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
+@training("torch.func.grad inside of the compiled function, whose gradient is taken again", tolerance=1e-4, weights=1)
+def train_gradient_of_gradient(weight, side, sleep, /, x):
     def inner(x):
         return ((x @ weight).clamp(-2, 2) * x * x).sum()
 
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            slope = torch.func.grad(inner)(sleep(x))
-        b = x * 2
-        join(side)
-        return (slope * b).sum()
-
-    return trains(k, forward, weight)
+    fork(side)
+    with torch.cuda.stream(side):
+        slope = torch.func.grad(inner)(sleep(x))
+    b = x * 2
+    join(side)
+    return (slope * b).sum()
 
 
 @training("the same gradient twice, in the order in which autograd.grad is asked for it, with the graph retained")
@@ -314,15 +301,8 @@ def train_two_batches_at_once(k: Kit) -> Any:
         join(one, two)
         return losses[0] + losses[1]
 
-    def step(*batches):
-        losses = []
-        for i in (0, 2):
-            loss = forward(batches[i], batches[i + 1])
-            loss.backward()
-            losses.append(loss.detach())
-        return losses, take_gradients(first, second)
-
-    return step
+    step = accumulates(k, lambda pair: forward(*pair), first, second)
+    return lambda *batches: step(batches[:2], batches[2:])
 
 
 @training("four frames of two functions are alive at once, and their backwards interleave in one call", matrices(2))
