@@ -14,7 +14,27 @@ from stream_programs._program import fork, join, Kit, program, synchronizes, ten
 
 ROWS, COLUMNS = 16, 64
 
-COPIES: dict[str, Any] = {}
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def filled(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    copy(target, source)
+    return target
+
+
+COPIES: dict[str, Any] = {
+    # to the device
+    "to_input": lambda device, host, x: copy(device, host),
+    "to_row_of_input": lambda device, host, x: copy(device[1], host[2]),
+    "to_own_buffer": lambda device, host, x: filled(torch.empty_like(x), host),
+    # to the host
+    "to_host_input": lambda device, host, x: copy(host, x),
+    "to_row_of_ring": lambda device, host, x: copy(host[1], x[0]),
+    "to_pinned_buffer": lambda device, host, x: filled(torch.empty(x.shape, pin_memory=True), x),
+    "to_pinned_buffer_like_it": lambda device, host, x: filled(torch.empty_like(x, device="cpu", pin_memory=True), x),
+}
 
 
 def case(body: Any) -> Any:
@@ -22,49 +42,35 @@ def case(body: Any) -> Any:
     return body
 
 
-# ---- to the device
-
-
-@case
-def to_input(device, host, x):
-    device.copy_(host, non_blocking=True)
-
-
-@case
-def to_rows_of_input(device, host, x):
-    device[1:3].copy_(host[2:4], non_blocking=True)
-    return device * 2
-
-
-@case
-def to_row_of_input(device, host, x):
-    device[1].copy_(host[2], non_blocking=True)
-
-
 @case
 def to_columns_of_input(device, host, x):
     n = x.shape[1] // 2
-    device[:, 1:n].copy_(host[:, 2 : n + 1], non_blocking=True)
+    copy(device[:, 1:n], host[:, 2 : n + 1])
 
 
 @case
 def to_part_of_flat_input(device, host, x):
     n = x.numel() // 2
-    device.view(-1)[5 : n + 3].copy_(host.view(-1)[2:n], non_blocking=True)
+    copy(device.view(-1)[5 : n + 3], host.view(-1)[2:n])
 
 
 @case
-def to_own_buffer(device, host, x):
-    buffer = torch.empty_like(x)
-    buffer.copy_(host, non_blocking=True)
-    return buffer
+def to_columns_of_host_input(device, host, x):
+    n = x.shape[1] // 2
+    copy(host[:, 1:n], x[:, 2 : n + 1])
+
+
+@case
+def to_rows_of_input(device, host, x):
+    copy(device[1:3], host[2:4])
+    return device * 2
 
 
 @case
 def to_rows_of_own_buffer(device, host, x):
     buffer = torch.zeros_like(x)
-    buffer[1:3].copy_(host[2:4], non_blocking=True)
-    buffer[5].copy_(host[0], non_blocking=True)
+    copy(buffer[1:3], host[2:4])
+    copy(buffer[5], host[0])
     return buffer
 
 
@@ -73,50 +79,17 @@ def list_to_device(device, host, x):
     torch._foreach_copy_([device[0], device[1:3]], [host[3], host[4:6]], non_blocking=True)
 
 
-# ---- to the host
-
-
-@case
-def to_host_input(device, host, x):
-    host.copy_(x, non_blocking=True)
-
-
-@case
-def to_row_of_ring(device, host, x):
-    host[1].copy_(x[0], non_blocking=True)
-
-
 @case
 def to_rows_of_host_input(device, host, x):
-    host[1:3].copy_(x[2:4], non_blocking=True)
-    host[5:7].copy_(x[0:2], non_blocking=True)
-
-
-@case
-def to_columns_of_host_input(device, host, x):
-    n = x.shape[1] // 2
-    host[:, 1:n].copy_(x[:, 2 : n + 1], non_blocking=True)
-
-
-@case
-def to_pinned_buffer(device, host, x):
-    buffer = torch.empty(x.shape, pin_memory=True)
-    buffer.copy_(x, non_blocking=True)
-    return buffer
-
-
-@case
-def to_pinned_buffer_like_it(device, host, x):
-    buffer = torch.empty_like(x, device="cpu", pin_memory=True)
-    buffer.copy_(x, non_blocking=True)
-    return buffer
+    copy(host[1:3], x[2:4])
+    copy(host[5:7], x[0:2])
 
 
 @case
 def to_rows_of_pinned_buffer(device, host, x):
     buffer = torch.zeros(x.shape, pin_memory=True)
-    buffer[1:3].copy_(x[2:4], non_blocking=True)
-    buffer[5].copy_(x[0], non_blocking=True)
+    copy(buffer[1:3], x[2:4])
+    copy(buffer[5], x[0])
     return buffer
 
 

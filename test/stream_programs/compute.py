@@ -389,8 +389,7 @@ def event_ping_pong(k: Kit) -> Any:
     weight = torch.sign(k.parameter(64, 64))
 
     def fn(x):
-        current = torch.cuda.current_stream()
-        ping.wait_stream(current)
+        fork(ping)
         for _ in range(3):
             with torch.cuda.stream(ping):
                 x = (sleep(x) @ weight).clamp(-1, 1)
@@ -400,7 +399,7 @@ def event_ping_pong(k: Kit) -> Any:
                 x = sleep(x) * 2 - 1
                 back.record()
             ping.wait_event(back)
-        current.wait_event(back)
+        back.wait()
         return x
 
     return fn
@@ -426,8 +425,7 @@ def dynamic_shapes(side, sleep, /, x, w):
 
 @program("a region that is compiled once and called on two streams", matrices(1, low=-1, high=1))
 def nested_region(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-    weight = torch.sign(k.parameter(64, 64))
+    first, second, sleep, weight = k.stream(), k.stream(), k.sleep, torch.sign(k.parameter(64, 64))
 
     @torch.compiler.nested_compile_region
     def block(x):
@@ -446,10 +444,8 @@ def nested_region(k: Kit) -> Any:
     return fn
 
 
-@program("a region that is compiled once and uses a stream inside", matrices(1, low=-1, high=1))
-def stream_inside_nested_region(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = torch.sign(k.parameter(64, 64))
+def region_with_a_stream(k: Kit, side: torch.cuda.Stream) -> Any:
+    sleep, weight = k.sleep, torch.sign(k.parameter(64, 64))
 
     @torch.compiler.nested_compile_region
     def block(x):
@@ -460,10 +456,13 @@ def stream_inside_nested_region(k: Kit) -> Any:
         join(side)
         return a + b
 
-    def fn(x):
-        return block(block(x)) * 2
+    return block
 
-    return fn
+
+@program("a region that is compiled once and uses a stream inside", matrices(1, low=-1, high=1))
+def stream_inside_nested_region(k: Kit) -> Any:
+    block = region_with_a_stream(k, k.stream())
+    return lambda x: block(block(x)) * 2
 
 
 @program("a branch on a tensor, torch.cond, on a side stream")

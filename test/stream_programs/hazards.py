@@ -4,12 +4,19 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import fork, join, joins_all, Kit, matrices, program, tensors, whole_numbers
-
-
-def _reads_input(instance, inputs, outputs):
-    """A caller that was promised, by the joins inside the function, that it may read the mutated input at once."""
-    return outputs, inputs[0].clone()
+from stream_programs._program import (
+    built,
+    fork,
+    join,
+    joins_all,
+    Kit,
+    matrices,
+    program,
+    reads_input,
+    tensors,
+    whole_numbers,
+)
+from stream_programs.compute import region_with_a_stream
 
 
 # ---- mutation of inputs
@@ -17,7 +24,7 @@ def _reads_input(instance, inputs, outputs):
 
 @program(
     "the write-back of a mutation comes after the user's join: the caller reads the old input (#197416)",
-    finish=_reads_input,
+    finish=reads_input,
 )
 def mutation_joined_by_wait_stream(side, sleep, /, x):
     fork(side)
@@ -27,7 +34,7 @@ def mutation_joined_by_wait_stream(side, sleep, /, x):
     return x.new_ones(4)
 
 
-@program("the same, joined by an event recorded after the mutation (#177576)", finish=_reads_input)
+@program("the same, joined by an event recorded after the mutation (#177576)", finish=reads_input)
 def mutation_joined_by_event(side, done: torch.cuda.Event, sleep, /, x):
     fork(side)
     with torch.cuda.stream(side):
@@ -38,7 +45,7 @@ def mutation_joined_by_event(side, done: torch.cuda.Event, sleep, /, x):
     return x.new_ones(4)
 
 
-@program("the same, joined by the host", finish=_reads_input, host_reads=True)
+@program("the same, joined by the host", finish=reads_input, host_reads=True)
 def mutation_joined_by_synchronize(side, sleep, /, x):
     fork(side)
     with torch.cuda.stream(side):
@@ -47,15 +54,10 @@ def mutation_joined_by_synchronize(side, sleep, /, x):
     return x.new_ones(4)
 
 
-def _waits_then_reads_input(instance, inputs, outputs):
-    inputs[1].wait()
-    return outputs, inputs[0].clone()
-
-
 @program(
     "an event of the caller, recorded after a mutation: it must cover the write-back (#177576, #177577, #177580)",
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Event()),
-    finish=_waits_then_reads_input,
+    finish=lambda instance, inputs, outputs: (inputs[1].wait(), outputs, inputs[0].clone()),
 )
 def mutation_promised_by_escaping_event(side, sleep, /, x, done):
     fork(side)
@@ -65,13 +67,9 @@ def mutation_promised_by_escaping_event(side, sleep, /, x, done):
     return x.new_ones(4)
 
 
-def _joins_then_reads_input(instance, inputs, outputs):
-    join(outputs)
-    return inputs[0].clone()
-
-
 @program(
-    "the stream that mutates is returned, and joined by the caller (#195573, review)", finish=_joins_then_reads_input
+    "the stream that mutates is returned, and joined by the caller (#195573, review)",
+    finish=lambda instance, inputs, outputs: (join(outputs), inputs[0].clone()),
 )
 def mutation_on_returned_stream(side, sleep, /, x):
     fork(side)
@@ -87,11 +85,10 @@ def mutation_on_returned_stream(side, sleep, /, x):
         whole_numbers(4, 1, 16),
         lambda device, generator: torch.randint(0, 32, (1,), generator=generator).to(device),
     ),
-    finish=_reads_input,
+    finish=reads_input,
 )
 def kv_cache_then_forked_layer(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = k.parameter(16, 16)
+    side, sleep, weight = k.stream(), k.sleep, k.parameter(16, 16)
 
     def fn(cache, token, position):
         fork, join = torch.cuda.Event(), torch.cuda.Event()
@@ -108,7 +105,7 @@ def kv_cache_then_forked_layer(k: Kit) -> Any:
     return fn
 
 
-@program("an input mutated on one stream after another stream read it: write after read", finish=_reads_input)
+@program("an input mutated on one stream after another stream read it: write after read", finish=reads_input)
 def input_read_then_mutated(reader, writer, sleep, /, x):
     fork(reader)
     with torch.cuda.stream(reader):
@@ -136,18 +133,16 @@ def in_place_operator_and_second_reader(side, sleep, /, x, y):
 
 @program("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
 def two_consumers_of_one_event(first, second, sleep, /, x):
-    current = torch.cuda.current_stream()
-    fork = torch.cuda.Event()
+    ready = torch.cuda.Event()
     y = sleep(x) + 1
-    fork.record()
+    ready.record()
     with torch.cuda.stream(first):
-        fork.wait()
+        ready.wait()
         a = y * 2
     with torch.cuda.stream(second):
-        fork.wait()
+        ready.wait()
         b = y * 3
-    current.wait_stream(first)
-    current.wait_stream(second)
+    join(first, second)
     return a + b
 
 
@@ -188,12 +183,14 @@ def records_in_a_row(side, sleep, /, x, first, second):
     return a, b
 
 
-def _waits_for_record_before(instance, inputs, outputs):
-    outputs[1].wait()
-    return outputs[0].clone(), joins_all(instance, inputs, outputs[2])
-
-
-@program("an event recorded between two pieces of work covers the first", finish=_waits_for_record_before)
+@program(
+    "an event recorded between two pieces of work covers the first",
+    finish=lambda instance, inputs, outputs: (
+        outputs[1].wait(),
+        outputs[0].clone(),
+        joins_all(instance, inputs, outputs[2]),
+    ),
+)
 def record_between_work(side, sleep, /, x):
     fork(side)
     with torch.cuda.stream(side):
@@ -289,67 +286,57 @@ def loaded(source: torch.Tensor, side: torch.cuda.Stream, sleep: Any) -> torch.T
         return copy.copy_(sleep(source))
 
 
-@program("a misaligned input is copied where record_stream names it, before the wait for it", MISALIGNED, frames=True)
-def misaligned_prefetch_behind_an_event(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
+def on_loaded(hazard: str, behind_an_event: bool = False) -> Any:
+    """Decorates a step, which is compiled: the caller fills its input on the first stream, and may hand on an event."""
 
-    @k.compile
-    def step(x, ready):
-        current = torch.cuda.current_stream()
-        current.wait_event(ready)
-        x.record_stream(current)
-        return x * 2
+    def register(step: Any) -> Any:
+        def build(k: Kit) -> Any:
+            compiled = k.compile(built(step)(k))
 
-    def fn(source):
-        x = loaded(source, side, sleep)
-        return step(x, side.record_event())
+            def fn(source):
+                x = loaded(source, k.streams[0], k.sleep)
+                return compiled(x, k.streams[0].record_event()) if behind_an_event else compiled(x)
 
-    return fn
+            return fn
 
+        build.__name__, build.__module__ = step.__name__, step.__module__
+        return program(hazard, MISALIGNED, frames=True)(build)
 
-@program("a misaligned input is copied for one of its readers, before the others' waits", MISALIGNED, frames=True)
-def misaligned_prefetch_of_several_streams(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-
-    @k.compile
-    def step(x):
-        current = torch.cuda.current_stream()
-        current.wait_stream(side)
-        x.record_stream(current)
-        other.wait_stream(current)
-        x.record_stream(other)
-        with torch.cuda.stream(other):
-            a = sleep(x).sum(0)
-        b = sleep(x) * 3
-        with torch.cuda.stream(side):
-            c = x @ x
-        current.wait_stream(other)
-        current.wait_stream(side)
-        c.record_stream(current)
-        return a + b + c
-
-    def fn(source):
-        return step(loaded(source, side, sleep))
-
-    return fn
+    return register
 
 
-@program("record_stream of a misaligned input speaks of the copy, after its reader", MISALIGNED, frames=True)
-def misaligned_prefetch_recorded_at_the_end(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
+@on_loaded("a misaligned input is copied where record_stream names it, before the wait for it", behind_an_event=True)
+def misaligned_prefetch_behind_an_event(side, /, x, ready):
+    current = torch.cuda.current_stream()
+    current.wait_event(ready)
+    x.record_stream(current)
+    return x * 2
 
-    @k.compile
-    def step(x):
-        current = torch.cuda.current_stream()
-        current.wait_stream(side)
-        y = sleep(x.view(torch.int32).view(torch.float32)) + x
-        x.view(-1)[1:].record_stream(current)
-        return y
 
-    def fn(source):
-        return step(loaded(source, side, sleep))
+@on_loaded("a misaligned input is copied for one of its readers, before the others' waits")
+def misaligned_prefetch_of_several_streams(side, other, sleep, /, x):
+    current = torch.cuda.current_stream()
+    current.wait_stream(side)
+    x.record_stream(current)
+    other.wait_stream(current)
+    x.record_stream(other)
+    with torch.cuda.stream(other):
+        a = sleep(x).sum(0)
+    b = sleep(x) * 3
+    with torch.cuda.stream(side):
+        c = x @ x
+    join(other, side)
+    c.record_stream(current)
+    return a + b + c
 
-    return fn
+
+@on_loaded("record_stream of a misaligned input speaks of the copy, after its reader")
+def misaligned_prefetch_recorded_at_the_end(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    current.wait_stream(side)
+    y = sleep(x.view(torch.int32).view(torch.float32)) + x
+    x.view(-1)[1:].record_stream(current)
+    return y
 
 
 @program("a misaligned input that is updated is copied before the wait for it", MISALIGNED, frames=True)
@@ -516,10 +503,7 @@ def two_frames_in_one_step(k: Kit) -> Any:
         join(second)
         return b
 
-    def step(x):
-        return decode(*encode(x))
-
-    return step
+    return lambda x: decode(*encode(x))
 
 
 @program("the current stream at run time is another one than while tracing (#180396, #186023)", frames=True)
@@ -549,7 +533,7 @@ def called_under_another_stream(k: Kit) -> Any:
 
 @program(
     "on cuda:1 the raw handle overwrites the user's stream of the same name (#182084)",
-    tensors(lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    tensors(whole_numbers(64, 64, on="cuda:1")),
     devices=2,
 )
 def aux_stream_of_second_device(k: Kit) -> Any:
@@ -571,9 +555,7 @@ def aux_stream_of_second_device(k: Kit) -> Any:
 
 
 @program(
-    "streams of two devices in one graph",
-    tensors(whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
-    devices=2,
+    "streams of two devices in one graph", tensors(whole_numbers(64, 64), whole_numbers(64, 64, on="cuda:1")), devices=2
 )
 def streams_of_two_devices(k: Kit) -> Any:
     near, far, sleep = k.stream(device="cuda:0"), k.stream(device="cuda:1"), k.sleep
@@ -597,20 +579,15 @@ def streams_of_two_devices(k: Kit) -> Any:
 
 @program(
     "a copy between devices orders their current streams, of which the function names none",
-    tensors(whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, on="cuda:1")),
     devices=2,
 )
-def copy_from_another_device(k: Kit) -> Any:
-    side, sleep = k.stream(device="cuda:0"), k.sleep
-
-    def fn(x, y):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-        join(side)
-        return a + y.to("cuda:0")
-
-    return fn
+def copy_from_another_device(side, sleep, /, x, y):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+    join(side)
+    return a + y.to("cuda:0")
 
 
 # ---- between CUDA graphs
@@ -647,17 +624,8 @@ def side_stream_waits_behind_a_copy_between_graphs(side, sleep, /, x, state, hos
     finish=joins_all,
 )
 def nested_region_behind_a_copy_between_graphs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = torch.sign(k.parameter(64, 64))
-
-    @torch.compiler.nested_compile_region
-    def block(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = (sleep(x) @ weight).clamp(-2, 2)
-        b = x + 1
-        join(side)
-        return a + b
+    side = k.stream()
+    block = region_with_a_stream(k, side)
 
     def fn(x, y, host):
         fork(side)

@@ -160,11 +160,6 @@ def streams_that_are_one(sleep, /, x, first, second):
     return a + b + c
 
 
-def _waits_for_argument(instance, inputs, outputs):
-    inputs[2].wait()
-    return outputs
-
-
 @program(
     "events of the caller: the record inside is what the caller waits for, the wait inside is for the caller's record",
     tensors(
@@ -172,7 +167,7 @@ def _waits_for_argument(instance, inputs, outputs):
         lambda device, generator: torch.cuda.current_stream().record_event(),
         lambda device, generator: torch.cuda.Event(),
     ),
-    finish=_waits_for_argument,
+    finish=lambda instance, inputs, outputs: (inputs[2].wait(), outputs),
 )
 def events_as_arguments(side, sleep, /, x, ready, done):
     with torch.cuda.stream(side):
@@ -261,13 +256,10 @@ def stream_as_global(k: Kit) -> Any:
     return fn
 
 
-def _waits_for_returned_stream(instance, inputs, outputs):
-    value, side = outputs
-    torch.cuda.current_stream().wait_stream(side)
-    return value
-
-
-@program("a stream made inside and returned: the caller joins it", finish=_waits_for_returned_stream)
+@program(
+    "a stream made inside and returned: the caller joins it",
+    finish=lambda instance, inputs, outputs: (join(outputs[1]), outputs[0]),
+)
 def stream_returned(sleep, /, x):
     side = torch.cuda.Stream()
     x = sleep(x + 1)
@@ -277,13 +269,9 @@ def stream_returned(sleep, /, x):
     return a, side
 
 
-def _waits_for_returned_event(instance, inputs, outputs):
-    outputs[1].wait()
-    return outputs[0]
-
-
 @program(
-    "an event recorded inside and returned: it must be the recorded one (#185594)", finish=_waits_for_returned_event
+    "an event recorded inside and returned: it must be the recorded one (#185594)",
+    finish=lambda instance, inputs, outputs: (outputs[1].wait(), outputs[0]),
 )
 def event_returned(side, sleep, /, x):
     x = sleep(x + 1)
@@ -294,12 +282,10 @@ def event_returned(side, sleep, /, x):
     return a, done
 
 
-def _waits_for_held_event(instance, inputs, outputs):
-    outputs["done"][0].wait()
-    return outputs["value"]
-
-
-@program("streams and events inside returned containers", finish=_waits_for_held_event)
+@program(
+    "streams and events inside returned containers",
+    finish=lambda instance, inputs, outputs: (outputs["done"][0].wait(), outputs["value"]),
+)
 def event_returned_in_container(side, sleep, /, x):
     done = torch.cuda.Event()
     side.wait_stream(torch.cuda.current_stream())
@@ -385,22 +371,17 @@ def reenter_current_stream(side, sleep, /, x):
 
 
 @program("a function that is called from two contexts runs on the stream of each")
-def helper_called_on_two_streams(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
+def helper_called_on_two_streams(first, second, sleep, /, x):
     def helper(x):
         return sleep(x) * 2 + 1
 
-    def fn(x):
-        fork(first, second)
-        with torch.cuda.stream(first):
-            a = helper(x)
-        with torch.cuda.stream(second):
-            b = helper(x)
-        join(first, second)
-        return a - b * 3
-
-    return fn
+    fork(first, second)
+    with torch.cuda.stream(first):
+        a = helper(x)
+    with torch.cuda.stream(second):
+        b = helper(x)
+    join(first, second)
+    return a - b * 3
 
 
 # ---- what is current

@@ -35,21 +35,27 @@ def last_reader_on_another_stream(side, sleep, /, x, y):
     return a + d
 
 
+def read_elsewhere(side: torch.cuda.Stream, sleep: Any, make: Any, make_more: Any, x: torch.Tensor) -> Any:
+    """Memory of the side stream is last read on the current one, long before the side stream makes more."""
+    fork(side)
+    with torch.cuda.stream(side):
+        a = make(x)
+    join(side)
+    b = (sleep(x) @ a).relu()
+    del a
+    with torch.cuda.stream(side):
+        c = make_more(x)
+    join(side)
+    fork(side)
+    return b, c
+
+
 @program(
     "memory of a side stream, last read on the current one, is taken by the side stream again",
     matrices(1, low=-1, high=1),
 )
 def side_memory_read_elsewhere(side, sleep, /, x):
-    fork(side)
-    with torch.cuda.stream(side):
-        a = x @ x
-    join(side)
-    b = (sleep(x) @ a).relu()
-    with torch.cuda.stream(side):
-        c = (x.t() @ x) @ x
-    join(side)
-    fork(side)
-    return b, c
+    return read_elsewhere(side, sleep, lambda x: x @ x, lambda x: (x.t() @ x) @ x, x)
 
 
 @program(
@@ -74,42 +80,19 @@ def several_outputs_read_elsewhere(side, sleep, /, x):
 
 @program("outputs of a custom operator are taken for memory of the current stream")
 def operator_output_read_elsewhere(side, sleep, /, x):
-    fork(side)
-    with torch.cuda.stream(side):
-        a = torch.ops.overlay_test.double(x)
-    join(side)
-    b = (sleep(x) @ a).relu()
-    del a
-    with torch.cuda.stream(side):
-        c = torch.ops.overlay_test.double(torch.ops.overlay_test.double(x))
-    join(side)
-    fork(side)
-    return b, c
+    double = torch.ops.overlay_test.double
+    return read_elsewhere(side, sleep, double, lambda x: double(double(x)), x)
 
 
 @program("results of a nested region, read on another stream", matrices(1, low=-1, high=1))
 def region_output_read_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = torch.sign(k.parameter(64, 64))
+    side, sleep, weight = k.stream(), k.sleep, torch.sign(k.parameter(64, 64))
 
     @torch.compiler.nested_compile_region
     def block(x):
         return (x @ weight).clamp(-2, 2)
 
-    def fn(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = block(x)
-        join(side)
-        b = (sleep(x) @ a).relu()
-        del a
-        with torch.cuda.stream(side):
-            c = block(block(x))
-        join(side)
-        fork(side)
-        return b, c
-
-    return fn
+    return lambda x: read_elsewhere(side, sleep, block, lambda x: block(block(x)), x)
 
 
 @program("memory of the current stream, handed to a user's Triton kernel on another as its target", matrices(2))

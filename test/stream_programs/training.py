@@ -28,6 +28,10 @@ def trained(k: Kit, count: int, *shape: int) -> list[torch.Tensor]:
     return [k.parameter(*(shape or (64, 64))).requires_grad_() for _ in range(count)]
 
 
+def signs(k: Kit, count: int) -> list[torch.Tensor]:
+    return [weight.detach().sign().requires_grad_() for weight in trained(k, count)]
+
+
 def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
@@ -49,8 +53,7 @@ def training_step(
     """A step: forward, backward, and the gradients of the first inputs, the leaves, and of weights.
 
     `loss` computes the loss from forward's results, which the step returns. `between` is called with the inputs ahead
-    of the backward, and what it has seen is returned. `after` is called between the backward and the reading of
-    gradients.
+    of the backward, `after` between that and the reading of gradients; what they have seen is returned.
     """
 
     def step(*inputs):
@@ -60,7 +63,7 @@ def training_step(
         seen = between(*inputs)
         with k.engine():
             loss(*results).backward()
-        after()
+        seen = seen, after()
         return *(result.detach() for result in results), seen, take_gradients(*inputs[:leaves], *weights)
 
     return step
@@ -86,23 +89,32 @@ def clone_of_last(*inputs: torch.Tensor) -> torch.Tensor:
     return inputs[-1].clone()
 
 
-def training(hazard: str, inputs: Any = None, *, weights: int = 0, **fields: Any) -> Any:
-    """Decorates a build function, or a forward whose first parameters, ahead of the `/`, are `weights`.
+def clone_joined(tensor: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+    """For programs that leave it to the caller to join the stream that updates a tensor."""
+    join(side)
+    return tensor.clone()
 
-    The latter takes the options of `training_step`, too.
+
+def training(hazard: str, inputs: Any = None, *, weights: int = 0, forward: Any = None, **fields: Any) -> Any:
+    """Decorates a build function; or a forward whose first parameters, ahead of the `/`, are `weights`; or a step whose
+    first parameters are those that `forward` makes of a kit: a compiled forward and its weights.
+
+    A forward takes the options of `training_step`, too.
     """
     options = {name: fields.pop(name) for name in ("leaves", "loss", "between") if name in fields}
     register = program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
 
-    def of_forward(forward: Any) -> Any:
+    def of_part(part: Any) -> Any:
         def build(k: Kit) -> Any:
+            if forward is not None:
+                return built(part, *forward(k))(k)
             given = trained(k, weights)
-            return trains(k, built(forward, *given)(k), *given, **options)
+            return trains(k, built(part, *given)(k), *given, **options)
 
-        build.__name__, build.__module__ = forward.__name__, forward.__module__
+        build.__name__, build.__module__ = part.__name__, part.__module__
         return register(build)
 
-    return of_forward if weights else register
+    return of_part if weights or forward else register
 
 
 def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
@@ -117,8 +129,7 @@ current = torch.cuda.current_stream
 
 def one_branch(k: Kit, joined: Any = lambda a, x: (a * x).sum()) -> Any:
     """A forward with a layer on a side stream, from which the caller's computes what is `joined`; and its weight."""
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x):
@@ -133,8 +144,7 @@ def one_branch(k: Kit, joined: Any = lambda a, x: (a * x).sum()) -> Any:
 
 def two_branches(k: Kit, joined: Any) -> Any:
     """A forward with a layer on a side stream beside a product on the caller's; and their weights."""
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     @k.compile
     def forward(x):
@@ -150,8 +160,7 @@ def two_branches(k: Kit, joined: Any) -> Any:
 
 def residual_layer(k: Kit, limit: int) -> Any:
     """A forward that adds to its input what a side stream computes from it; and its weight."""
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x):
@@ -250,8 +259,7 @@ def train_chain_over_streams(first, second, third, one, two, sleep, /, x):
 
 @training("outputs that the function leaves unjoined: the caller joins them before the loss")
 def train_unjoined_outputs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def forward(x):
         fork(side)
@@ -268,8 +276,7 @@ def train_unjoined_outputs(k: Kit) -> Any:
 
 @training("the loss is computed on the side stream that the function left its output on")
 def train_loss_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x):
@@ -348,31 +355,21 @@ def train_saved_views(first, second, side, sleep, /, x):
     return (y + z + h).sum(), h[:32] * 2
 
 
-@training("only one of two outputs gets a gradient")
-def train_partly_used_outputs(k: Kit) -> Any:
-    forward, first, second = two_branches(k, lambda a, b: (a + 1, b + 1))
-
-    def step(x):
-        x = leaf(x)
-        a, b = forward(x)
-        (b * 2).sum().backward()
-        partly = take_gradients(x, second)
-        a, b = forward(x)
-        (a * 2).sum().backward()
-        return a.detach(), b.detach(), partly, take_gradients(x, first)
-
-    return step
+@training("only one of two outputs gets a gradient", forward=lambda k: two_branches(k, lambda a, b: (a + 1, b + 1)))
+def train_partly_used_outputs(forward, first, second, /, x):
+    x = leaf(x)
+    a, b = forward(x)
+    (b * 2).sum().backward()
+    partly = take_gradients(x, second)
+    a, b = forward(x)
+    (a * 2).sum().backward()
+    return a.detach(), b.detach(), partly, take_gradients(x, first)
 
 
-@training("torch.autograd.grad in the place of backward")
-def train_autograd_grad(k: Kit) -> Any:
-    forward, weight = one_branch(k)
-
-    def step(x):
-        x = leaf(x)
-        return torch.autograd.grad(forward(x), (x, weight))
-
-    return step
+@training("torch.autograd.grad in the place of backward", forward=one_branch)
+def train_autograd_grad(forward, weight, /, x):
+    x = leaf(x)
+    return torch.autograd.grad(forward(x), (x, weight))
 
 
 # ---- several frames
@@ -385,16 +382,8 @@ def train_gradient_accumulation(k: Kit) -> Any:
 
 @training("three forwards, then their backwards, the last first", matrices(3))
 def train_several_forwards(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        join(side)
-        return (a @ second * x).sum()
+    forward, first = one_branch(k, lambda a, x: (a @ second * x).sum())
+    (second,) = trained(k, 1)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -424,11 +413,14 @@ def train_interleaved_functions(k: Kit) -> Any:
 def train_two_functions_in_a_row(k: Kit) -> Any:
     (run_one, first), (run_two, second) = residual_layer(k, 2), residual_layer(k, 2)
 
-    def forward(x):
+    def step(x):
+        x = leaf(x)
         hidden = run_one(x)
-        return run_two(hidden) + hidden
+        y = run_two(hidden) + hidden
+        y.sum().backward()
+        return y.detach(), take_gradients(x, first, second)
 
-    return training_step(k, forward, first, second, loss=torch.sum)
+    return step
 
 
 @training("one function is called on its own output, which is saved twice", matrices(1, low=-1, high=1))
@@ -437,25 +429,19 @@ def train_function_of_its_output(k: Kit) -> Any:
     return training_step(k, lambda x: layer(layer(x)), weight, loss=torch.sum)
 
 
-@training("backward twice over a retained graph")
-def train_retain_graph(k: Kit) -> Any:
-    forward, weight = one_branch(k)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward(retain_graph=True)
-        once = [g.clone() for g in (x.grad, weight.grad)]
-        loss.backward()
-        return once, take_gradients(x, weight)
-
-    return step
+@training("backward twice over a retained graph", forward=one_branch)
+def train_retain_graph(forward, weight, /, x):
+    x = leaf(x)
+    loss = forward(x)
+    loss.backward(retain_graph=True)
+    once = [g.clone() for g in (x.grad, weight.grad)]
+    loss.backward()
+    return once, take_gradients(x, weight)
 
 
 @training("a graph break inside the block of a stream", fullgraph=False)
 def train_graph_break_in_block(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     def forward(x):
         fork(side)
@@ -471,8 +457,7 @@ def train_graph_break_in_block(k: Kit) -> Any:
 
 @training("forward, backward and the reading of gradients in one compiled function", fullgraph=False)
 def train_step_in_one_function(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def step(x):
         fork(side)
@@ -491,8 +476,7 @@ def train_step_in_one_function(k: Kit) -> Any:
 
 
 def _block(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     def block(x):
         fork(side)
@@ -544,7 +528,7 @@ def train_reentrant_checkpoint_around(k: Kit) -> Any:
 @training("autocast around two branches", matrices(1, low=-1, high=1))
 def train_autocast(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
-    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
+    first, second = signs(k, 2)
 
     def forward(x):
         with torch.autocast("cuda", torch.bfloat16):
@@ -558,14 +542,30 @@ def train_autocast(k: Kit) -> Any:
     return trains(k, forward, first, second)
 
 
+def scales(k: Kit, forward: Any, *weights: torch.Tensor) -> Any:
+    """A step with a gradient scaler."""
+    forward = k.compile(forward)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
+    optimizer = torch.optim.SGD(weights, lr=2.0**-10)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = forward(x)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen = [weight.grad.clone() for weight in weights]
+        take_gradients(*weights)
+        scaler.update(4.0)
+        return loss.detach(), seen
+
+    return step
+
+
 @training("a gradient scaler, whose check for infinities reads all gradients at once", matrices(1, low=-1, high=1))
 def train_gradient_scaler(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
-    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
-    optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
+    first, second = signs(k, 2)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -573,18 +573,7 @@ def train_gradient_scaler(k: Kit) -> Any:
         join(side)
         return (a + x @ second).sum()
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = forward(x)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        seen = [g.clone() for g in (first.grad, second.grad)]
-        first.grad = None
-        second.grad = None
-        scaler.update(4.0)
-        return loss.detach(), seen
-
-    return step
+    return scales(k, forward, first, second)
 
 
 class _Scaled(torch.autograd.Function):
@@ -649,32 +638,31 @@ if compute.scaled is not None:
             return _filled(gradient.contiguous(), ctx.side), None
 
     def _filled(x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
-        current = torch.cuda.current_stream()
         out = torch.empty_like(x)
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.stream(side):
             compute.scaled_into(out, x, 3)
-        current.wait_stream(side)
+        join(side)
         return out
 
-    @training("a user's kernel writes the current stream's memory on a side stream, in forward and backward")
-    def train_user_kernels_into_memory_of_another_stream(k: Kit) -> Any:
-        side, sleep = k.stream(), k.sleep
-        (weight,) = trained(k, 1)
+    def filled_products(k: Kit) -> Any:
+        side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
         def forward(x):
             y = _Filled.apply(sleep(x) * weight, side)
             return (y * weight).sum() / 4, y
 
-        forward = k.compile(forward)
+        return k.compile(forward), weight
 
-        def step(x):
-            x = leaf(x)
-            loss, y = forward(x)
-            loss.backward()
-            return loss.detach(), y.detach() * 2, take_gradients(x, weight)
-
-        return step
+    @training(
+        "a user's kernel writes the current stream's memory on a side stream, in forward and backward",
+        forward=filled_products,
+    )
+    def train_user_kernels_into_memory_of_another_stream(forward, weight, /, x):
+        x = leaf(x)
+        loss, y = forward(x)
+        loss.backward()
+        return loss.detach(), y.detach() * 2, take_gradients(x, weight)
 
 
 @training("one branch of the loss is computed without gradients, on the side stream", weights=2, leaves=0)
@@ -734,26 +722,23 @@ def train_dropout(k: Kit) -> Any:
     return step
 
 
-@training("the loss leaves the device inside of the compiled function, so the engine knows no stream of it")
-def train_loss_on_host(k: Kit) -> Any:
-    forward, weight = one_branch(k, lambda a, x: (a * x).sum().cpu())
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        other = torch.cuda.Stream()
-        with torch.cuda.stream(other):
-            loss.backward()
-        join(other)
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+@training(
+    "the loss leaves the device inside of the compiled function, so the engine knows no stream of it",
+    forward=lambda k: one_branch(k, lambda a, x: (a * x).sum().cpu()),
+)
+def train_loss_on_host(forward, weight, /, x):
+    x = leaf(x)
+    loss = forward(x)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        loss.backward()
+    join(other)
+    return loss.detach(), take_gradients(x, weight)
 
 
 @training("the batch size changes from call to call", dynamic=True)
 def train_dynamic_shapes(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def forward(x):
         fork(side)
@@ -819,8 +804,7 @@ def train_mutated_input(weight, side, sleep, /, x, cache):
 
 @training("a tensor on the autograd graph is mutated on a side stream, as a cache between two layers is", matrices(2))
 def train_mutated_activation(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x, cache):
@@ -844,43 +828,33 @@ def train_mutated_activation(k: Kit) -> Any:
 
 @training("a moving average of a parameter is updated on a side stream that nobody but the next step joins")
 def train_moving_average(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
     average = k.parameter(64, 64)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side), torch.no_grad():
             average.mul_(0.5).add_(sleep(weight))
         return (x @ weight).relu().sum()
 
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        join(side)
-        return loss.detach(), average.clone(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, after=lambda: clone_joined(average, side))
 
 
 # ---- hooks and optimizers
 
 
-@training("hooks on the output and on the input read and change gradients")
-def train_tensor_hooks(k: Kit) -> Any:
-    forward, weight = one_branch(k, lambda a, x: a + x)
-
-    def step(x):
-        seen = []
-        x = leaf(x)
-        y = forward(x)
-        y.register_hook(lambda g: g * 2)
-        x.register_hook(lambda g: seen.append(g.clone()))
-        y.sum().backward()
-        return y.detach(), seen, take_gradients(x, weight)
-
-    return step
+@training(
+    "hooks on the output and on the input read and change gradients",
+    forward=lambda k: one_branch(k, lambda a, x: a + x),
+)
+def train_tensor_hooks(forward, weight, /, x):
+    seen = []
+    x = leaf(x)
+    y = forward(x)
+    y.register_hook(lambda g: g * 2)
+    x.register_hook(lambda g: seen.append(g.clone()))
+    y.sum().backward()
+    return y.detach(), seen, take_gradients(x, weight)
 
 
 def update_in_backward(*parameters: torch.Tensor) -> None:
@@ -917,8 +891,7 @@ def train_optimizer_in_backward(k: Kit) -> Any:
 
 @training("an optimizer's step after each backward, on the current stream; the next forward reads the parameters")
 def train_optimizer(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-4, momentum=0.5)
 
     @k.compile
@@ -986,8 +959,7 @@ def reads_gradient_late(k: Kit, forward: Any, side: torch.cuda.Stream, weight: t
 
 @training("a gradient in a side stream's memory is freed while the current stream still reads it")
 def train_gradient_memory(k: Kit) -> Any:
-    side = k.stream()
-    (weight,) = trained(k, 1)
+    side, weight = k.stream(), *trained(k, 1)
 
     def forward(x):
         fork(side)
@@ -1001,8 +973,7 @@ def train_gradient_memory(k: Kit) -> Any:
 
 @training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
 def train_saved_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def forward(x):
         fork(side)
@@ -1017,8 +988,7 @@ def train_saved_memory(k: Kit) -> Any:
 
 @training("a branch saves one value a layer in its stream's memory, which the backward frees layer by layer")
 def train_saved_chain(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weights = trained(k, 4)
+    side, sleep, weights = k.stream(), k.sleep, trained(k, 4)
 
     def branch(x):
         for weight in weights:
@@ -1038,8 +1008,7 @@ def train_saved_chain(k: Kit) -> Any:
 
 @training("freed memory of both streams is overwritten between forward and backward")
 def train_memory_between(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     def forward(x):
         fork(side)
@@ -1058,8 +1027,7 @@ def train_memory_between(k: Kit) -> Any:
 
 @training("the forward frees a saved value that the backward computes again; eager keeps it until then")
 def train_recomputed_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def forward(x):
         fork(side)
@@ -1139,11 +1107,9 @@ def train_gradient_through_view(k: Kit) -> Any:
 
 @training("a backward computes in the memory of a saved value, which a side stream of the forward still reads")
 def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
     seen = torch.zeros_like(weight, requires_grad=False)
 
-    @k.compile
     def forward(x):
         a = x + 1
         fork(side)
@@ -1151,65 +1117,47 @@ def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
             seen.copy_(sleep(a))
         return (weight * a).sum()
 
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        join(side)
-        return loss.detach(), seen.clone(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, after=lambda: clone_joined(seen, side))
 
 
 # ---- callers
 
 
-@training("backward is called under another stream than the forward")
-def train_backward_under_other_stream(k: Kit) -> Any:
-    forward, weight = one_branch(k)
-    other = k.stream()
+@training("backward is called under another stream than the forward", forward=one_branch)
+def train_backward_under_other_stream(forward, weight, other, /, x):
+    x = leaf(x)
+    loss = forward(x)
+    fork(other)
+    with torch.cuda.stream(other):
+        loss.backward()
+        seen = [x.grad * 1, weight.grad * 1]
+    join(other)
+    take_gradients(x, weight)
+    return loss.detach(), seen
 
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        fork(other)
-        with torch.cuda.stream(other):
+
+@training("forward and backward are called by another thread, after one of this thread", forward=one_branch)
+def train_in_another_thread(forward, weight, /, x):
+    mine, theirs = leaf(x), leaf(x * 2)
+    loss = forward(mine)
+    stream, seen = current(), []
+
+    def run():
+        with torch.cuda.stream(stream):
+            other = forward(theirs)
+            other.backward()
             loss.backward()
-            seen = [x.grad * 1, weight.grad * 1]
-        join(other)
-        take_gradients(x, weight)
-        return loss.detach(), seen
+            seen.append(other.detach())
 
-    return step
-
-
-@training("forward and backward are called by another thread, after one of this thread")
-def train_in_another_thread(k: Kit) -> Any:
-    forward, weight = one_branch(k)
-
-    def step(x):
-        mine, theirs = leaf(x), leaf(x * 2)
-        loss = forward(mine)
-        stream, seen = current(), []
-
-        def run():
-            with torch.cuda.stream(stream):
-                other = forward(theirs)
-                other.backward()
-                loss.backward()
-                seen.append(other.detach())
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return loss.detach(), seen, take_gradients(mine, theirs, weight)
-
-    return step
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return loss.detach(), seen, take_gradients(mine, theirs, weight)
 
 
 @training("the event that the forward waits for is recorded again before the backward, which must not wait for it")
 def train_event_of_the_caller(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, other, sleep, weight = k.stream(), k.stream(), k.sleep, *trained(k, 1)
     ready = torch.cuda.Event()
 
     @k.compile

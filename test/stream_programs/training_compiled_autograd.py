@@ -45,8 +45,7 @@ def train_compiled_autograd(k: Kit) -> Any:
 
 @training("compiled autograd: two branches, of which one is on a side stream, with fixed shapes", matrices(2))
 def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     @k.compile
     def forward(x):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 import threading
 from typing import Any
 
@@ -11,11 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from stream_programs._program import fork, join, Kit, matrices
+from stream_programs.python_idioms import settings_of_the_overlay
 from stream_programs.training import (
     accumulates,
     current,
     leaf,
     make_whole,
+    signs,
     take_gradients,
     trained,
     training,
@@ -227,7 +228,7 @@ def train_selective_checkpoint(k: Kit) -> Any:
 
 @training("half precision, a scaler, and a gradient clipped by its norm", matrices(1, low=-1, high=1), tolerance=1e-2)
 def train_half_precision(k: Kit) -> Any:
-    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
+    first, second = signs(k, 2)
     inner = _two_branches(k, [first, second])
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
@@ -254,17 +255,22 @@ def train_half_precision(k: Kit) -> Any:
 # ---- gradients of gradients
 
 
-@training("torch.func.grad inside of the compiled function, whose gradient is taken again", tolerance=1e-4, weights=1)
-def train_gradient_of_gradient(weight, side, sleep, /, x):
+@training("torch.func.grad inside of the compiled function, whose gradient is taken again", tolerance=1e-4)
+def train_gradient_of_gradient(k: Kit) -> Any:
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
+
     def inner(x):
         return ((x @ weight).clamp(-2, 2) * x * x).sum()
 
-    fork(side)
-    with torch.cuda.stream(side):
-        slope = torch.func.grad(inner)(sleep(x))
-    b = x * 2
-    join(side)
-    return (slope * b).sum()
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            slope = torch.func.grad(inner)(sleep(x))
+        b = x * 2
+        join(side)
+        return (slope * b).sum()
+
+    return trains(k, forward, weight)
 
 
 @training("the same gradient twice, in the order in which autograd.grad is asked for it, with the graph retained")
@@ -288,8 +294,7 @@ def train_gradients_in_parts(k: Kit) -> Any:
 
 @training("two batches at once: each has a stream of its own, and both meet in the parameters", matrices(4))
 def train_two_batches_at_once(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
+    one, two, sleep, first, second = k.stream(), k.stream(), k.sleep, *trained(k, 2)
 
     @k.compile
     def forward(x, y):
@@ -362,8 +367,6 @@ def train_two_threads(k: Kit) -> Any:
 
 def _annotated_step(k: Kit, **settings: Any) -> Any:
     side, first, second = k.stream(), *trained(k, 2)
-    forms = ("torch_overlay.config", "torch._overlay.config")
-    config = next(filter(None, map(sys.modules.get, forms)), None)  # on stock there is none
 
     class Branch:
         def __init__(self, weight):
@@ -395,7 +398,7 @@ def _annotated_step(k: Kit, **settings: Any) -> Any:
 
     def step(x):
         x = leaf(x)
-        with config.patch(**settings) if config else contextlib.nullcontext():
+        with settings_of_the_overlay(**settings):
             loss = forward(x)
             loss.backward()
         return loss.detach(), take_gradients(x, first, second)

@@ -111,8 +111,7 @@ def elapsed_time_outside(side, sleep, /, x):
 
 @program("a branch on a query breaks the graph, and says why", fullgraph=False, host_reads=True)
 def branch_on_query(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    done = torch.cuda.Event()
+    side, sleep, done = k.stream(), k.sleep, torch.cuda.Event()
 
     def fn(x):
         fork(side)
@@ -314,7 +313,7 @@ def prefetch_for_next_call(copies, weight: torch.Tensor, sleep, /, x, batch):
 @program(
     "host memory copied from while the caller may refill it: it may only after the event",
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
-    finish=lambda instance, inputs, outputs: _refill(inputs, outputs),
+    finish=lambda instance, inputs, outputs: (inputs[1].fill_(100), outputs),
     host_reads=True,
 )
 def source_refilled_after_event(copies, done: torch.cuda.Event, sleep, /, x, batch):
@@ -326,8 +325,3 @@ def source_refilled_after_event(copies, done: torch.cuda.Event, sleep, /, x, bat
     current.wait_event(done)
     done.synchronize()
     return a + x
-
-
-def _refill(inputs: tuple, outputs: Any) -> Any:
-    inputs[1].fill_(100)
-    return outputs
