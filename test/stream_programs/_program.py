@@ -22,11 +22,11 @@ starts too early then reads what isn't there yet.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Kit:
         self.streams: list[torch.Stream] = []
         self.sleep = _ops.asleep if sleeps else _ops.awake
         self.generator = torch.Generator().manual_seed(20)
+        self.engine: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # of backwards
 
     def stream(self, cls: type[torch.Stream] = torch.cuda.Stream, **kwargs: Any) -> Any:
         """A stream that a test may delay."""
@@ -125,21 +126,32 @@ class Program:
 PROGRAMS: list[Program] = []
 
 
-def built(fn: Callable[..., Any], *given: Any) -> Callable[[Kit], Callable[..., Any]]:
-    """A build function. A function with parameters ahead of a `/` (`given`, streams, `sleep`) is the program itself.
+MADE: dict[Any, Callable[[Kit], Any]] = {
+    inspect.Parameter.empty: lambda k: k.stream(),
+    torch.Stream: lambda k: k.stream(torch.Stream),
+    torch.cuda.Event: lambda k: torch.cuda.Event(),
+    torch.Tensor: lambda k: k.parameter(64, 64),
+}
 
-    Such a program is compiled as a closure over them with the other parameters, by their own names.
+
+def built(fn: Callable[..., Any], *given: Any) -> Callable[[Kit], Callable[..., Any]]:
+    """A build function. A function with parameters ahead of a `/` is the program itself.
+
+    Such a program is compiled as a closure over them with the other parameters, by their own names. They are what is
+    `given`, and what the program keeps: streams, `sleep`, and what `MADE` makes for an annotation.
     """
-    parameters = inspect.signature(fn).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    parameters = inspect.signature(fn, eval_str=True).parameters.values()
+    kept = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    names = [p.name for p in kept]
     if not names:
         return fn
     mine, inputs = ", ".join(names), ", ".join(str(p) for p in parameters if p.kind is not p.POSITIONAL_ONLY)
+    makers = [(lambda k: k.sleep) if p.name == "sleep" else MADE[p.annotation] for p in kept[len(given) :]]
     text = "\n" * (fn.__code__.co_firstlineno - 1) + f"lambda fn, {mine}: lambda {inputs}: fn({mine}, {inputs})"
     close_over = eval(compile(text, fn.__code__.co_filename, "eval"))
 
     def build(k: Kit) -> Callable[..., Any]:
-        return close_over(fn, *given, *(k.sleep if name == "sleep" else k.stream() for name in names[len(given) :]))
+        return close_over(fn, *given, *(make(k) for make in makers))
 
     return build
 
@@ -212,10 +224,6 @@ def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
     return outputs
 
 
-def picks(*indices: int) -> Callable[[Instance, Inputs, Any], Any]:
-    """A caller that reads only some of the outputs."""
-    get = operator.itemgetter(*indices)
-    return lambda instance, inputs, outputs: get(outputs)
-
-
-__all__: Sequence[str] = ["Instance", "Kit", "PROGRAMS", "Program", "by_name", "program"]
+def reads_input(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
+    """A caller that was promised, by the joins inside the function, that it may read the mutated input at once."""
+    return outputs, inputs[0].clone()

@@ -15,6 +15,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-__all__ = ["quiet"]

@@ -17,7 +17,7 @@ Half of the bursts run with another current stream than the default one.
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -115,14 +115,8 @@ def _prepare(program: Program, seed: int) -> tuple[_Call, list[tuple[torch.Tenso
     return _Call(seed, pytree.tree_map(twin, sources)), late
 
 
-@contextlib.contextmanager
-def _other_current_stream(use: bool) -> Iterator[None]:
-    if not use:
-        yield
-        return
-    other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        yield
+def _other_current_stream(use: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.stream(torch.cuda.Stream() if use else None)
 
 
 def _sleep(stream: torch.Stream, cycles: int) -> None:
@@ -133,9 +127,7 @@ def _sleep(stream: torch.Stream, cycles: int) -> None:
             torch.cuda._sleep(cycles)
 
 
-def _run_late(
-    instance: Instance, call: _Call, late: list[Any], delays: random.Random, lengths: Sequence[int] = DELAYS
-) -> None:
+def _run_late(instance: Instance, call: _Call, late: list[Any], delays: random.Random, lengths: Sequence[int]) -> None:
     current = torch.cuda.current_stream()
     _sleep(current, delays.choice(lengths))
     for target, source in late:
@@ -163,16 +155,24 @@ def _run_late(
         torch.cuda.synchronize()  # what is overwritten now is the next call's
 
 
-def _burst(eager: Instance, compiled: Instance, seeds: list[int], delays: random.Random, other_stream: bool) -> None:
-    program = eager.program
-    expected = [_expect(eager, seed) for seed in seeds]
+def burst(
+    compiled: Instance,
+    seeds: Sequence[int],
+    expected: Any,
+    delays: random.Random,
+    other_stream: bool,
+    lengths: Sequence[int] = DELAYS,
+) -> None:
+    """Calls with these seeds, of which `expected` has outputs and inputs afterwards."""
+    program = compiled.program
     prepared = [_prepare(program, seed) for seed in seeds]
     torch.cuda.synchronize()
     with _other_current_stream(other_stream):
         for call, late in prepared:
-            _run_late(compiled, call, late, delays)
+            _run_late(compiled, call, late, delays, lengths)
     torch.cuda.synchronize()
-    for (outputs, after), (call, _) in zip(expected, prepared):
+    for call, _ in prepared:
+        outputs, after = expected[call.seed]
         _compare(program, f"call {call.seed}, output", outputs, _to_host(call.seen))
         _compare(program, f"call {call.seed}, input afterwards", after, _to_host(_values(call.inputs)))
 
@@ -208,7 +208,8 @@ def check(program: Program, mode: str | None, *, sleeps: bool = False, calls: in
     try:
         for number, start in enumerate(range(0, calls, BURST)):
             seeds, delays = list(range(start, min(start + BURST, calls))), random.Random(100_000 * seed + start)
-            _burst(eager, compiled, seeds, delays, other_stream=number % 2 == 1)
+            expected = {seed: _expect(eager, seed) for seed in seeds}
+            burst(compiled, seeds, expected, delays, other_stream=number % 2 == 1)
     finally:
         torch.cuda.synchronize()
         torch._dynamo.reset()

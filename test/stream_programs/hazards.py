@@ -4,12 +4,19 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import joins_all, Kit, matrices, program, tensors, whole_numbers
-
-
-def _reads_input(instance, inputs, outputs):
-    """A caller that was promised, by the joins inside the function, that it may read the mutated input at once."""
-    return outputs, inputs[0].clone()
+from stream_programs._program import (
+    built,
+    fork,
+    join,
+    joins_all,
+    Kit,
+    matrices,
+    program,
+    reads_input,
+    tensors,
+    whole_numbers,
+)
+from stream_programs.compute import region_with_a_stream
 
 
 # ---- mutation of inputs
@@ -17,71 +24,55 @@ def _reads_input(instance, inputs, outputs):
 
 @program(
     "the write-back of a mutation comes after the user's join: the caller reads the old input (#197416)",
-    finish=_reads_input,
+    finish=reads_input,
 )
 def mutation_joined_by_wait_stream(side, sleep, /, x):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         x.add_(sleep(x))
-    current.wait_stream(side)
+    join(side)
     return x.new_ones(4)
 
 
-@program("the same, joined by an event recorded after the mutation (#177576)", finish=_reads_input)
-def mutation_joined_by_event(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    done = torch.cuda.Event()
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.mul_(3)
-            x.add_(sleep(x))
-            done.record()
-        done.wait()
-        return x.new_ones(4)
-
-    return fn
+@program("the same, joined by an event recorded after the mutation (#177576)", finish=reads_input)
+def mutation_joined_by_event(side, done: torch.cuda.Event, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        x.mul_(3)
+        x.add_(sleep(x))
+        done.record()
+    done.wait()
+    return x.new_ones(4)
 
 
-@program("the same, joined by the host", finish=_reads_input, host_reads=True)
+@program("the same, joined by the host", finish=reads_input, host_reads=True)
 def mutation_joined_by_synchronize(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         x.add_(sleep(x))
     side.synchronize()
     return x.new_ones(4)
 
 
-def _waits_then_reads_input(instance, inputs, outputs):
-    inputs[1].wait()
-    return outputs, inputs[0].clone()
-
-
 @program(
     "an event of the caller, recorded after a mutation: it must cover the write-back (#177576, #177577, #177580)",
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Event()),
-    finish=_waits_then_reads_input,
+    finish=lambda instance, inputs, outputs: (inputs[1].wait(), outputs, inputs[0].clone()),
 )
 def mutation_promised_by_escaping_event(side, sleep, /, x, done):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         x.add_(sleep(x))
         done.record()
     return x.new_ones(4)
 
 
-def _joins_then_reads_input(instance, inputs, outputs):
-    torch.cuda.current_stream().wait_stream(outputs)
-    return inputs[0].clone()
-
-
 @program(
-    "the stream that mutates is returned, and joined by the caller (#195573, review)", finish=_joins_then_reads_input
+    "the stream that mutates is returned, and joined by the caller (#195573, review)",
+    finish=lambda instance, inputs, outputs: (join(outputs), inputs[0].clone()),
 )
 def mutation_on_returned_stream(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         x.add_(sleep(x))
     return side
@@ -94,11 +85,10 @@ def mutation_on_returned_stream(side, sleep, /, x):
         whole_numbers(4, 1, 16),
         lambda device, generator: torch.randint(0, 32, (1,), generator=generator).to(device),
     ),
-    finish=_reads_input,
+    finish=reads_input,
 )
 def kv_cache_then_forked_layer(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = k.parameter(16, 16)
+    side, sleep, weight = k.stream(), k.sleep, k.parameter(16, 16)
 
     def fn(cache, token, position):
         fork, join = torch.cuda.Event(), torch.cuda.Event()
@@ -115,27 +105,25 @@ def kv_cache_then_forked_layer(k: Kit) -> Any:
     return fn
 
 
-@program("an input mutated on one stream after another stream read it: write after read", finish=_reads_input)
+@program("an input mutated on one stream after another stream read it: write after read", finish=reads_input)
 def input_read_then_mutated(reader, writer, sleep, /, x):
-    current = torch.cuda.current_stream()
-    reader.wait_stream(current)
+    fork(reader)
     with torch.cuda.stream(reader):
         a = sleep(x.clone()) @ x
     writer.wait_stream(reader)
     with torch.cuda.stream(writer):
         x.mul_(5)
-    current.wait_stream(writer)
+    join(writer)
     return a
 
 
 @program("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
 def in_place_operator_and_second_reader(side, sleep, /, x, y):
-    current = torch.cuda.current_stream()
     hidden = x + 1
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         shared = sleep(hidden.clone()) @ hidden
-    current.wait_stream(side)
+    join(side)
     torch.ops.overlay_test.add_to(hidden, sleep(y))
     return shared + hidden
 
@@ -145,30 +133,27 @@ def in_place_operator_and_second_reader(side, sleep, /, x, y):
 
 @program("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
 def two_consumers_of_one_event(first, second, sleep, /, x):
-    current = torch.cuda.current_stream()
-    fork = torch.cuda.Event()
+    ready = torch.cuda.Event()
     y = sleep(x) + 1
-    fork.record()
+    ready.record()
     with torch.cuda.stream(first):
-        fork.wait()
+        ready.wait()
         a = y * 2
     with torch.cuda.stream(second):
-        fork.wait()
+        ready.wait()
         b = y * 3
-    current.wait_stream(first)
-    current.wait_stream(second)
+    join(first, second)
     return a + b
 
 
 @program("wait_stream has only numbers for arguments and is scheduled first (#185546)", matrices(2))
 def wait_stream_is_not_first(side, sleep, /, x, y):
-    current = torch.cuda.current_stream()
     before = sleep(y) * 3
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(before) @ x
     independent = y + 7
-    current.wait_stream(side)
+    join(side)
     after = a + before
     return after, independent
 
@@ -187,7 +172,7 @@ def _waits_for_both(instance, inputs, outputs):
     finish=_waits_for_both,
 )
 def records_in_a_row(side, sleep, /, x, first, second):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(x) * 2
         first.record()
@@ -198,14 +183,16 @@ def records_in_a_row(side, sleep, /, x, first, second):
     return a, b
 
 
-def _waits_for_record_before(instance, inputs, outputs):
-    outputs[1].wait()
-    return outputs[0].clone(), joins_all(instance, inputs, outputs[2])
-
-
-@program("an event recorded between two pieces of work covers the first", finish=_waits_for_record_before)
+@program(
+    "an event recorded between two pieces of work covers the first",
+    finish=lambda instance, inputs, outputs: (
+        outputs[1].wait(),
+        outputs[0].clone(),
+        joins_all(instance, inputs, outputs[2]),
+    ),
+)
 def record_between_work(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(x) * 2
         between = side.record_event()
@@ -218,12 +205,11 @@ def record_between_work(side, sleep, /, x):
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.current_stream().record_event()),
 )
 def wait_without_other_work(side, other, sleep, /, x, ready):
-    current = torch.cuda.current_stream()
     other.wait_event(ready)
     side.wait_stream(other)
     with torch.cuda.stream(side):
         a = sleep(x) * 2
-    current.wait_stream(side)
+    join(side)
     return a + x
 
 
@@ -237,24 +223,19 @@ def _orders_later_work(instance, inputs, outputs):
 @program("a side stream that waits at the end holds back the caller's later work on it", finish=_orders_later_work)
 def side_stream_waits_at_exit(side, sleep, /, x):
     a = sleep(x) @ x
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     return a
 
 
 @program("the order of work between two side streams, promised to the caller by a third", finish=joins_all)
-def chain_of_streams(k: Kit) -> Any:
-    streams, sleep = [k.stream() for _ in range(4)], k.sleep
-
-    def fn(x):
-        previous = torch.cuda.current_stream()
-        for side in streams:
-            side.wait_stream(previous)
-            with torch.cuda.stream(side):
-                x = sleep(x) * 2 + 1
-            previous = side
-        return x
-
-    return fn
+def chain_of_streams(one, two, three, four, sleep, /, x):
+    previous = torch.cuda.current_stream()
+    for side in (one, two, three, four):
+        side.wait_stream(previous)
+        with torch.cuda.stream(side):
+            x = sleep(x) * 2 + 1
+        previous = side
+    return x
 
 
 # ---- memory
@@ -262,16 +243,15 @@ def chain_of_streams(k: Kit) -> Any:
 
 @program("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
 def producer_not_inlined(side, /, x):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = x * 2 + 1
-    current.wait_stream(side)
+    join(side)
     b = a * 3 - x
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         c = b + a
-    current.wait_stream(side)
+    join(side)
     return c - 1
 
 
@@ -282,100 +262,84 @@ def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tens
     return base[offset : offset + 64 * 64].view(64, 64)
 
 
-@program(
-    "a misaligned input that several streams read is realigned once, on one of them (#187224)",
-    tensors(_sometimes_misaligned),
-)
+MISALIGNED = tensors(_sometimes_misaligned)
+
+
+@program("a misaligned input that several streams read is realigned once, on one of them (#187224)", MISALIGNED)
 def misaligned_input_of_two_streams(first, second, sleep, /, x):
-    current = torch.cuda.current_stream()
-    for side in (first, second):
-        side.wait_stream(current)
+    fork(first, second)
     with torch.cuda.stream(first):
         a = sleep(x) * 2
     with torch.cuda.stream(second):
         b = sleep(x) + 3
     c = x.sum(0)
-    current.wait_stream(first)
-    current.wait_stream(second)
+    join(first, second)
     return a + b + c
 
 
-def _loaded(source: torch.Tensor, side: torch.cuda.Stream, sleep: Any) -> torch.Tensor:
+def loaded(source: torch.Tensor, side: torch.cuda.Stream, sleep: Any) -> torch.Tensor:
     """A copy of an input that is made on `side`, in memory of its own, aligned as the input is."""
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         offset = source.storage_offset()
-        loaded = torch.empty(offset + source.numel(), device=source.device)[offset:].view(source.shape)
-        return loaded.copy_(sleep(source))
+        copy = torch.empty(offset + source.numel(), device=source.device)[offset:].view(source.shape)
+        return copy.copy_(sleep(source))
 
 
-_MISALIGNED = tensors(_sometimes_misaligned)
+def on_loaded(hazard: str, behind_an_event: bool = False) -> Any:
+    """Decorates a step, which is compiled: the caller fills its input on the first stream, and may hand on an event."""
+
+    def register(step: Any) -> Any:
+        def build(k: Kit) -> Any:
+            compiled = k.compile(built(step)(k))
+
+            def fn(source):
+                x = loaded(source, k.streams[0], k.sleep)
+                return compiled(x, k.streams[0].record_event()) if behind_an_event else compiled(x)
+
+            return fn
+
+        build.__name__, build.__module__ = step.__name__, step.__module__
+        return program(hazard, MISALIGNED, frames=True)(build)
+
+    return register
 
 
-@program("a misaligned input is copied where record_stream names it, before the wait for it", _MISALIGNED, frames=True)
-def misaligned_prefetch_behind_an_event(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    @k.compile
-    def step(x, ready):
-        current = torch.cuda.current_stream()
-        current.wait_event(ready)
-        x.record_stream(current)
-        return x * 2
-
-    def fn(source):
-        loaded = _loaded(source, side, sleep)
-        return step(loaded, side.record_event())
-
-    return fn
+@on_loaded("a misaligned input is copied where record_stream names it, before the wait for it", behind_an_event=True)
+def misaligned_prefetch_behind_an_event(side, /, x, ready):
+    current = torch.cuda.current_stream()
+    current.wait_event(ready)
+    x.record_stream(current)
+    return x * 2
 
 
-@program("a misaligned input is copied for one of its readers, before the others' waits", _MISALIGNED, frames=True)
-def misaligned_prefetch_of_several_streams(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-
-    @k.compile
-    def step(x):
-        current = torch.cuda.current_stream()
-        current.wait_stream(side)
-        x.record_stream(current)
-        other.wait_stream(current)
-        x.record_stream(other)
-        with torch.cuda.stream(other):
-            a = sleep(x).sum(0)
-        b = sleep(x) * 3
-        with torch.cuda.stream(side):
-            c = x @ x
-        current.wait_stream(other)
-        current.wait_stream(side)
-        c.record_stream(current)
-        return a + b + c
-
-    def fn(source):
-        return step(_loaded(source, side, sleep))
-
-    return fn
+@on_loaded("a misaligned input is copied for one of its readers, before the others' waits")
+def misaligned_prefetch_of_several_streams(side, other, sleep, /, x):
+    current = torch.cuda.current_stream()
+    current.wait_stream(side)
+    x.record_stream(current)
+    other.wait_stream(current)
+    x.record_stream(other)
+    with torch.cuda.stream(other):
+        a = sleep(x).sum(0)
+    b = sleep(x) * 3
+    with torch.cuda.stream(side):
+        c = x @ x
+    join(other, side)
+    c.record_stream(current)
+    return a + b + c
 
 
-@program("record_stream of a misaligned input speaks of the copy, after its reader", _MISALIGNED, frames=True)
-def misaligned_prefetch_recorded_at_the_end(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    @k.compile
-    def step(x):
-        current = torch.cuda.current_stream()
-        current.wait_stream(side)
-        y = sleep(x.view(torch.int32).view(torch.float32)) + x
-        x.view(-1)[1:].record_stream(current)
-        return y
-
-    def fn(source):
-        return step(_loaded(source, side, sleep))
-
-    return fn
+@on_loaded("record_stream of a misaligned input speaks of the copy, after its reader")
+def misaligned_prefetch_recorded_at_the_end(side, sleep, /, x):
+    current = torch.cuda.current_stream()
+    current.wait_stream(side)
+    y = sleep(x.view(torch.int32).view(torch.float32)) + x
+    x.view(-1)[1:].record_stream(current)
+    return y
 
 
-@program("a misaligned input that is updated is copied before the wait for it", _MISALIGNED, frames=True)
+@program("a misaligned input that is updated is copied before the wait for it", MISALIGNED, frames=True)
 def misaligned_input_is_updated_behind_a_wait(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -388,20 +352,20 @@ def misaligned_input_is_updated_behind_a_wait(k: Kit) -> Any:
         return sleep(x) + 1
 
     def fn(source):
-        loaded = _loaded(source, side, sleep)
-        result = step(loaded, side.record_event())
-        return result, loaded.clone()
+        x = loaded(source, side, sleep)
+        result = step(x, side.record_event())
+        return result, x.clone()
 
     return fn
 
 
-@program("a misaligned input is written back after the event that says it is updated", _MISALIGNED, frames=True)
+@program("a misaligned input is written back after the event that says it is updated", MISALIGNED, frames=True)
 def misaligned_input_is_updated_on_a_side_stream(k: Kit) -> Any:
     side, done, sleep = k.stream(), torch.cuda.Event(), k.sleep
 
     @k.compile
     def step(x):
-        side.wait_stream(torch.cuda.current_stream())
+        fork(side)
         with torch.cuda.stream(side):
             x.add_(sleep(x))
             done.record(side)
@@ -414,10 +378,9 @@ def misaligned_input_is_updated_on_a_side_stream(k: Kit) -> Any:
     return fn
 
 
-@program("streams read and update a misaligned input in turn, each from a copy of its own", _MISALIGNED)
+@program("streams read and update a misaligned input in turn, each from a copy of its own", MISALIGNED)
 def misaligned_input_is_updated_by_two_streams(first, second, sleep, /, x):
-    current = torch.cuda.current_stream()
-    first.wait_stream(current)
+    fork(first)
     with torch.cuda.stream(first):
         a = sleep(x).sum(0)
         x[1:3] += 1
@@ -428,7 +391,7 @@ def misaligned_input_is_updated_by_two_streams(first, second, sleep, /, x):
     first.wait_stream(second)
     with torch.cuda.stream(first):
         c = sleep(x).sum(1)
-    current.wait_stream(first)
+    join(first)
     return a + b + c
 
 
@@ -451,7 +414,7 @@ def record_stream_on_intermediate(side, sleep, /, x):
     "an input freed by the caller while the side stream still reads it, protected by record_stream", finish=joins_all
 )
 def input_protected_by_record_stream(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(x.clone()) @ x
     x.record_stream(side)
@@ -462,12 +425,11 @@ def input_protected_by_record_stream(side, sleep, /, x):
     "the current stream waits for a side stream's own work, which only another side stream reads", finish=joins_all
 )
 def stream_joined_before_its_result_is_read(first, second, sleep, /, x):
-    current = torch.cuda.current_stream()
-    first.wait_stream(current)
+    fork(first)
     with torch.cuda.stream(first):
         a = sleep(x) + 1
         b = a @ a
-    current.wait_stream(first)
+    join(first)
     second.wait_stream(first)
     with torch.cuda.stream(second):
         c = b @ b
@@ -483,24 +445,22 @@ def stream_joined_before_its_result_is_read(first, second, sleep, /, x):
     tolerance=1e-4,
 )
 def softmax_then_matmul(side, sleep, /, x, y):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = torch.softmax(sleep(x), -1) @ y
     b = torch.relu(x)
-    current.wait_stream(side)
+    join(side)
     return a + b[:, :64]
 
 
 @program("attention written out is replaced by a fused operator", matrices(3, 32), tolerance=1e-4)
 def attention_pattern(side, sleep, /, q, key, v):
-    current = torch.cuda.current_stream()
     q, key, v = (t.view(2, 2, 16, 16) for t in (q, key, v))
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = torch.softmax(sleep(q) @ key.transpose(-2, -1) / 4.0, -1) @ v
     b = v * 2
-    current.wait_stream(side)
+    join(side)
     return a + b
 
 
@@ -510,14 +470,13 @@ def attention_pattern(side, sleep, /, q, key, v):
     random=True,
 )
 def dropouts_on_side_stream(side, sleep, /, x):
-    current = torch.cuda.current_stream()
     a = torch.nn.functional.dropout(x, 0.5)
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         b = torch.nn.functional.dropout(sleep(x), 0.5)
         c = torch.nn.functional.dropout(b, 0.25)
     d = torch.nn.functional.dropout(a, 0.5)
-    current.wait_stream(side)
+    join(side)
     return a + 2 * b, c, d
 
 
@@ -530,7 +489,7 @@ def two_frames_in_one_step(k: Kit) -> Any:
 
     @k.compile
     def encode(x):
-        first.wait_stream(torch.cuda.current_stream())
+        fork(first)
         with torch.cuda.stream(first):
             a = sleep(x) * 2
         done = first.record_event()
@@ -538,17 +497,13 @@ def two_frames_in_one_step(k: Kit) -> Any:
 
     @k.compile
     def decode(a, done):
-        current = torch.cuda.current_stream()
         second.wait_event(done)
         with torch.cuda.stream(second):
             b = sleep(a) + 1
-        current.wait_stream(second)
+        join(second)
         return b
 
-    def step(x):
-        return decode(*encode(x))
-
-    return step
+    return lambda x: decode(*encode(x))
 
 
 @program("the current stream at run time is another one than while tracing (#180396, #186023)", frames=True)
@@ -557,22 +512,20 @@ def called_under_another_stream(k: Kit) -> Any:
 
     @k.compile
     def inner(x):
-        current = torch.cuda.current_stream()
         x = sleep(x + 1)
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.stream(side):
             a = sleep(x) @ x
         b = x * 2
-        current.wait_stream(side)
+        join(side)
         return a + b
 
     def step(x):
-        current = torch.cuda.current_stream()
         first = inner(x).clone()
-        caller.wait_stream(current)
+        fork(caller)
         with torch.cuda.stream(caller):
             second = inner(x).clone()
-        current.wait_stream(caller)
+        join(caller)
         return first - 2 * second
 
     return step
@@ -580,7 +533,7 @@ def called_under_another_stream(k: Kit) -> Any:
 
 @program(
     "on cuda:1 the raw handle overwrites the user's stream of the same name (#182084)",
-    tensors(lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    tensors(whole_numbers(64, 64, on="cuda:1")),
     devices=2,
 )
 def aux_stream_of_second_device(k: Kit) -> Any:
@@ -602,9 +555,7 @@ def aux_stream_of_second_device(k: Kit) -> Any:
 
 
 @program(
-    "streams of two devices in one graph",
-    tensors(whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
-    devices=2,
+    "streams of two devices in one graph", tensors(whole_numbers(64, 64), whole_numbers(64, 64, on="cuda:1")), devices=2
 )
 def streams_of_two_devices(k: Kit) -> Any:
     near, far, sleep = k.stream(device="cuda:0"), k.stream(device="cuda:1"), k.sleep
@@ -628,21 +579,15 @@ def streams_of_two_devices(k: Kit) -> Any:
 
 @program(
     "a copy between devices orders their current streams, of which the function names none",
-    tensors(whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, on="cuda:1")),
     devices=2,
 )
-def copy_from_another_device(k: Kit) -> Any:
-    side, sleep = k.stream(device="cuda:0"), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-        current.wait_stream(side)
-        return a + y.to("cuda:0")
-
-    return fn
+def copy_from_another_device(side, sleep, /, x, y):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+    join(side)
+    return a + y.to("cuda:0")
 
 
 # ---- between CUDA graphs
@@ -656,7 +601,7 @@ _WITH_HOST_MEMORY = tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_
     finish=joins_all,
 )
 def side_stream_updates_behind_a_copy_between_graphs(side, sleep, /, x, state, host):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
         state.add_(sleep(x))
@@ -665,12 +610,11 @@ def side_stream_updates_behind_a_copy_between_graphs(side, sleep, /, x, state, h
 
 @program("the same, of the current stream's work, for which the side stream waits", _WITH_HOST_MEMORY, finish=joins_all)
 def side_stream_waits_behind_a_copy_between_graphs(side, sleep, /, x, state, host):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
     state.add_(sleep(x))
-    side.wait_stream(current)
+    fork(side)
     return x * 2
 
 
@@ -680,21 +624,11 @@ def side_stream_waits_behind_a_copy_between_graphs(side, sleep, /, x, state, hos
     finish=joins_all,
 )
 def nested_region_behind_a_copy_between_graphs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = torch.sign(k.parameter(64, 64))
-
-    @torch.compiler.nested_compile_region
-    def block(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = (sleep(x) @ weight).clamp(-2, 2)
-        b = x + 1
-        current.wait_stream(side)
-        return a + b
+    side = k.stream()
+    block = region_with_a_stream(k, side)
 
     def fn(x, y, host):
-        side.wait_stream(torch.cuda.current_stream())
+        fork(side)
         with torch.cuda.stream(side):
             host.copy_(x, non_blocking=True)
         return block(block(y)) * 2
@@ -709,13 +643,12 @@ def nested_region_behind_a_copy_between_graphs(k: Kit) -> Any:
     finish=joins_all,
 )
 def graph_too_small_to_capture(side, sleep, /, x, host):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(x) * 2
         host.copy_(a, non_blocking=True)
         b = a @ a
-    current.wait_stream(side)
+    join(side)
     return b
 
 
@@ -724,46 +657,42 @@ def graph_too_small_to_capture(side, sleep, /, x, host):
 
 @program("the result of an update on another stream: in eager it is the current stream's memory", late_reader="current")
 def result_updated_elsewhere(side, sleep, /, x):
-    current = torch.cuda.current_stream()
     h = sleep(x) * 2
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         h.mul_(3)
-    current.wait_stream(side)
+    join(side)
     return h
 
 
 @program("the same of an update that reads nothing, and of a part", late_reader="current")
 def result_filled_elsewhere(side, sleep, /, x):
-    current = torch.cuda.current_stream()
     h, part = sleep(x) * 2, sleep(x) * 4
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         h.fill_(7)
         part[1:].add_(1)
-    current.wait_stream(side)
+    join(side)
     return h, part
 
 
 @program("a result of a side stream that is read there: in eager it is that stream's memory", late_reader="side")
 def result_of_its_reader(side, sleep, /, x):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         y = sleep(x) + 1
-    current.wait_stream(side)
+    join(side)
     return y
 
 
 @program("a result of one side stream that another one updates is the first one's memory", late_reader="side")
 def result_updated_on_another_side_stream(first, second, sleep, /, x):
-    current = torch.cuda.current_stream()
-    first.wait_stream(current)
+    fork(first)
     with torch.cuda.stream(first):
         y = sleep(x) + 1
     second.wait_stream(first)
     with torch.cuda.stream(second):
         y.mul_(2)
     first.wait_stream(second)
-    current.wait_stream(first)
+    join(first)
     return y

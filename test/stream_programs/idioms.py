@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
+from stream_programs._program import fork, join, Kit, matrices, program, tensors, whole_numbers
 
 
 SIDE: Any = None  # the stream of `stream_as_global`
@@ -31,20 +31,15 @@ def fork_join(side, sleep, /, x):
 
 
 @program("torch.Stream and torch.accelerator are not seen as streams")
-def generic_stream_outside(k: Kit) -> Any:
-    side, sleep = k.stream(torch.Stream), k.sleep
-
-    def fn(x):
-        current = torch.accelerator.current_stream()
-        x = sleep(x + 1)
-        side.wait_stream(current)
-        with side:
-            a = _branch(sleep(x))
-        b = x * 2
-        current.wait_stream(side)
-        return a + b
-
-    return fn
+def generic_stream_outside(side: torch.Stream, sleep, /, x):
+    current = torch.accelerator.current_stream()
+    x = sleep(x + 1)
+    side.wait_stream(current)
+    with side:
+        a = _branch(sleep(x))
+    b = x * 2
+    current.wait_stream(side)
+    return a + b
 
 
 @program("torch.Stream made inside, with a device")
@@ -66,35 +61,28 @@ def generic_stream_made_inside(sleep, /, x):
 
 @program("two streams made inside are taken for one")
 def two_streams_made_inside(sleep, /, x):
-    current = torch.cuda.current_stream()
     first, second = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
-    first.wait_stream(current)
+    fork(first)
     with torch.cuda.stream(first):
         a = sleep(x) * 2
     second.wait_stream(first)
     with torch.cuda.stream(second):
         b = _branch(a)
-    current.wait_stream(second)
+    join(second)
     return b - x
 
 
 @program("events made outside, recorded inside; wrong numbers under reduce-overhead (#180396, #176486)", matrices(2))
-def events_made_outside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    fork, join = torch.cuda.Event(), torch.cuda.Event()
-
-    def fn(x, y):
-        x = sleep(x + 1)
-        fork.record()
-        with torch.cuda.stream(side):
-            fork.wait()
-            a = sleep(x @ x)
-            join.record()
-        b = (y + 3) * y
-        join.wait()
-        return a + b
-
-    return fn
+def events_made_outside(side, fork: torch.cuda.Event, join: torch.cuda.Event, sleep, /, x, y):
+    x = sleep(x + 1)
+    fork.record()
+    with torch.cuda.stream(side):
+        fork.wait()
+        a = sleep(x @ x)
+        join.record()
+    b = (y + 3) * y
+    join.wait()
+    return a + b
 
 
 @program("events made inside", matrices(2))
@@ -112,21 +100,16 @@ def events_made_inside(side, sleep, /, x, y):
 
 
 @program("torch.Event made inside, with and without a device", matrices(2))
-def generic_events_made_inside(k: Kit) -> Any:
-    side, sleep = k.stream(torch.Stream), k.sleep
-
-    def fn(x, y):
-        fork, join = torch.Event("cuda"), torch.Event()
-        x = sleep(x + 1)
-        fork.record()
-        with side:
-            fork.wait()
-            a = sleep(x @ y)
-            join.record()
-        join.wait()
-        return a + y
-
-    return fn
+def generic_events_made_inside(side: torch.Stream, sleep, /, x, y):
+    fork, join = torch.Event("cuda"), torch.Event()
+    x = sleep(x + 1)
+    fork.record()
+    with side:
+        fork.wait()
+        a = sleep(x @ y)
+        join.record()
+    join.wait()
+    return a + y
 
 
 @program("Event(True) is called with the device in the place of enable_timing")
@@ -148,12 +131,11 @@ def timing_event_by_position(side, sleep, /, x):
     tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Stream()),
 )
 def stream_as_argument(sleep, /, x, side):
-    current = torch.cuda.current_stream()
     x = sleep(x + 1)
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = _branch(sleep(x))
-    current.wait_stream(side)
+    join(side)
     return a + x
 
 
@@ -166,22 +148,16 @@ def _sometimes_one_stream(device: str, generator: torch.Generator) -> tuple[Any,
 
 @program("two streams of the caller are one stream, or the current one, at some calls", _sometimes_one_stream)
 def streams_that_are_one(sleep, /, x, first, second):
-    current = torch.cuda.current_stream()
     x = sleep(x + 1)
-    first.wait_stream(current)
+    fork(first)
     with torch.cuda.stream(first):
         a = _branch(sleep(x))
     second.wait_stream(first)
     with torch.cuda.stream(second):
         b = sleep(a) * 2
     c = x * 3
-    current.wait_stream(second)
+    join(second)
     return a + b + c
-
-
-def _waits_for_argument(instance, inputs, outputs):
-    inputs[2].wait()
-    return outputs
 
 
 @program(
@@ -191,7 +167,7 @@ def _waits_for_argument(instance, inputs, outputs):
         lambda device, generator: torch.cuda.current_stream().record_event(),
         lambda device, generator: torch.cuda.Event(),
     ),
-    finish=_waits_for_argument,
+    finish=lambda instance, inputs, outputs: (inputs[2].wait(), outputs),
 )
 def events_as_arguments(side, sleep, /, x, ready, done):
     with torch.cuda.stream(side):
@@ -250,14 +226,13 @@ def streams_in_dict(k: Kit) -> Any:
     streams, sleep = {"copy": k.stream(), "compute": k.stream()}, k.sleep
 
     def fn(x):
-        current = torch.cuda.current_stream()
-        streams["copy"].wait_stream(current)
+        fork(streams["copy"])
         with torch.cuda.stream(streams["copy"]):
             a = sleep(x.clone())
         streams["compute"].wait_stream(streams["copy"])
         with torch.cuda.stream(streams["compute"]):
             b = _branch(a)
-        current.wait_stream(streams["compute"])
+        join(streams["compute"])
         return b + x
 
     return fn
@@ -281,13 +256,10 @@ def stream_as_global(k: Kit) -> Any:
     return fn
 
 
-def _waits_for_returned_stream(instance, inputs, outputs):
-    value, side = outputs
-    torch.cuda.current_stream().wait_stream(side)
-    return value
-
-
-@program("a stream made inside and returned: the caller joins it", finish=_waits_for_returned_stream)
+@program(
+    "a stream made inside and returned: the caller joins it",
+    finish=lambda instance, inputs, outputs: (join(outputs[1]), outputs[0]),
+)
 def stream_returned(sleep, /, x):
     side = torch.cuda.Stream()
     x = sleep(x + 1)
@@ -297,13 +269,9 @@ def stream_returned(sleep, /, x):
     return a, side
 
 
-def _waits_for_returned_event(instance, inputs, outputs):
-    outputs[1].wait()
-    return outputs[0]
-
-
 @program(
-    "an event recorded inside and returned: it must be the recorded one (#185594)", finish=_waits_for_returned_event
+    "an event recorded inside and returned: it must be the recorded one (#185594)",
+    finish=lambda instance, inputs, outputs: (outputs[1].wait(), outputs[0]),
 )
 def event_returned(side, sleep, /, x):
     x = sleep(x + 1)
@@ -314,12 +282,10 @@ def event_returned(side, sleep, /, x):
     return a, done
 
 
-def _waits_for_held_event(instance, inputs, outputs):
-    outputs["done"][0].wait()
-    return outputs["value"]
-
-
-@program("streams and events inside returned containers", finish=_waits_for_held_event)
+@program(
+    "streams and events inside returned containers",
+    finish=lambda instance, inputs, outputs: (outputs["done"][0].wait(), outputs["value"]),
+)
 def event_returned_in_container(side, sleep, /, x):
     done = torch.cuda.Event()
     side.wait_stream(torch.cuda.current_stream())
@@ -334,14 +300,13 @@ def event_returned_in_container(side, sleep, /, x):
 
 @program("`with s:` and `with torch.cuda.stream(s):` mean the same")
 def with_stream_object(side, sleep, /, x):
-    current = torch.cuda.current_stream()
     x = sleep(x + 1)
-    side.wait_stream(current)
+    fork(side)
     with side:
         a = sleep(x) * 2
     with torch.cuda.stream(side):
         b = _branch(a)
-    current.wait_stream(side)
+    join(side)
     return a + b
 
 
@@ -351,14 +316,13 @@ def stream_context_class(k: Kit) -> Any:
     context = torch.cuda.stream(side)
 
     def fn(x):
-        current = torch.cuda.current_stream()
         x = sleep(x + 1)
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.StreamContext(side):
             a = sleep(x) * 2
         with context:
             b = a + 1
-        current.wait_stream(side)
+        join(side)
         return a * b
 
     return fn
@@ -366,20 +330,18 @@ def stream_context_class(k: Kit) -> Any:
 
 @program("stream(None) is an error (#196193); it means: stay where you are")
 def stream_none(side, sleep, /, x):
-    current = torch.cuda.current_stream()
     with torch.cuda.stream(None):
         x = sleep(x + 1)
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side), torch.cuda.stream(None):
         a = sleep(x) * 2
-    current.wait_stream(side)
+    join(side)
     return a + x
 
 
 @program("leaving an inner context returns to the outer stream, not to the default one")
 def nested_contexts(outer, inner, sleep, /, x):
-    current = torch.cuda.current_stream()
-    outer.wait_stream(current)
+    fork(outer)
     with torch.cuda.stream(outer):
         a = sleep(x) * 2
         inner.wait_stream(outer)
@@ -388,7 +350,7 @@ def nested_contexts(outer, inner, sleep, /, x):
         c = a * 3
         outer.wait_stream(inner)
         d = b + c
-    current.wait_stream(outer)
+    join(outer)
     return d + x
 
 
@@ -409,25 +371,17 @@ def reenter_current_stream(side, sleep, /, x):
 
 
 @program("a function that is called from two contexts runs on the stream of each")
-def helper_called_on_two_streams(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-
+def helper_called_on_two_streams(first, second, sleep, /, x):
     def helper(x):
         return sleep(x) * 2 + 1
 
-    def fn(x):
-        current = torch.cuda.current_stream()
-        for side in (first, second):
-            side.wait_stream(current)
-        with torch.cuda.stream(first):
-            a = helper(x)
-        with torch.cuda.stream(second):
-            b = helper(x)
-        for side in (first, second):
-            current.wait_stream(side)
-        return a - b * 3
-
-    return fn
+    fork(first, second)
+    with torch.cuda.stream(first):
+        a = helper(x)
+    with torch.cuda.stream(second):
+        b = helper(x)
+    join(first, second)
+    return a - b * 3
 
 
 # ---- what is current
@@ -475,45 +429,33 @@ def accelerator_functions(side, sleep, /, x):
 
 
 @program("record_event with and without an argument, record and wait on a stream that is not current")
-def record_on_another_stream(k: Kit) -> Any:
-    first, second, sleep = k.stream(), k.stream(), k.sleep
-    outside = torch.cuda.Event()
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        ready = current.record_event()
-        first.wait_event(ready)
-        with torch.cuda.stream(first):
-            a = sleep(x) * 2
-        outside.record(first)
-        outside.wait(second)
-        with torch.cuda.stream(second):
-            b = sleep(a) + 1
-        done = second.record_event(torch.cuda.Event())
-        done.wait(current)
-        return a + b
-
-    return fn
+def record_on_another_stream(first, second, outside: torch.cuda.Event, sleep, /, x):
+    current = torch.cuda.current_stream()
+    ready = current.record_event()
+    first.wait_event(ready)
+    with torch.cuda.stream(first):
+        a = sleep(x) * 2
+    outside.record(first)
+    outside.wait(second)
+    with torch.cuda.stream(second):
+        b = sleep(a) + 1
+    done = second.record_event(torch.cuda.Event())
+    done.wait(current)
+    return a + b
 
 
 @program("one event recorded many times: a wait is for the last record before it")
-def event_recorded_again(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    event = torch.cuda.Event()
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        for _ in range(3):
-            x = sleep(x) + 1
-            event.record()
-            with torch.cuda.stream(side):
-                event.wait()
-                x = sleep(x) * 2
-                event.record()
+def event_recorded_again(side, event: torch.cuda.Event, sleep, /, x):
+    current = torch.cuda.current_stream()
+    for _ in range(3):
+        x = sleep(x) + 1
+        event.record()
+        with torch.cuda.stream(side):
             event.wait()
-        return x + current.device_index
-
-    return fn
+            x = sleep(x) * 2
+            event.record()
+        event.wait()
+    return x + current.device_index
 
 
 @program("streams compared, hashed, and asked for their device and priority")
@@ -522,15 +464,12 @@ def stream_attributes(k: Kit) -> Any:
     factors = {first: 3, second: 5}
 
     def fn(x):
-        current = torch.cuda.current_stream()
-        for side in (first, second):
-            side.wait_stream(current)
+        fork(first, second)
         with torch.cuda.stream(first):
             a = sleep(x) * factors[first]
         with torch.cuda.stream(second):
             b = sleep(x) * (factors[second] - second.priority)
-        for side in (first, second):
-            current.wait_stream(side)
+        join(first, second)
         if first == second or first.device != x.device or hash(first) == hash(second):
             return a
         return a - b
@@ -541,11 +480,10 @@ def stream_attributes(k: Kit) -> Any:
 @program("a stream with a priority, made inside, keeps it")
 def priority_stream_made_inside(sleep, /, x):
     side = torch.cuda.Stream(priority=-1)
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(x) * 2
-    current.wait_stream(side)
+    join(side)
     return a + x + side.priority
 
 
@@ -556,14 +494,13 @@ def external_stream(k: Kit) -> Any:
     outside = torch.cuda.ExternalStream(handle)
 
     def fn(x):
-        current = torch.cuda.current_stream()
-        outside.wait_stream(current)
+        fork(outside)
         with torch.cuda.stream(outside):
             a = sleep(x) * 2
         inside = torch.cuda.ExternalStream(handle)
         with torch.cuda.stream(inside):
             b = a + 1
-        current.wait_stream(inside)
+        join(inside)
         return a * b
 
     return fn

@@ -4,21 +4,18 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import joins_all, Kit, matrices, program, tensors, whole_numbers
+from stream_programs._program import fork, join, joins_all, Kit, matrices, program, tensors, whole_numbers
 
 
 @program("memory freed on one stream is reused on another: the diamond (#178549)", matrices(1, low=-1, high=1))
 def diamond(left, right, sleep, /, x):
-    current = torch.cuda.current_stream()
     h = sleep(x @ x)
-    for side in (left, right):
-        side.wait_stream(current)
+    fork(left, right)
     with torch.cuda.stream(left):
         a = sleep(h.relu()) @ x
     with torch.cuda.stream(right):
         b = sleep(-h) @ x
-    current.wait_stream(left)
-    current.wait_stream(right)
+    join(left, right)
     return a * 2 + b
 
 
@@ -27,16 +24,30 @@ def diamond(left, right, sleep, /, x):
     matrices(2, low=-1, high=1),
 )
 def last_reader_on_another_stream(side, sleep, /, x, y):
-    current = torch.cuda.current_stream()
     h = x @ y
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(h.clone()) + (h @ y)
     b = y @ x
     c = b @ y
     d = c.relu() @ x.sign()
-    current.wait_stream(side)
+    join(side)
     return a + d
+
+
+def read_elsewhere(side: torch.cuda.Stream, sleep: Any, make: Any, make_more: Any, x: torch.Tensor) -> Any:
+    """Memory of the side stream is last read on the current one, long before the side stream makes more."""
+    fork(side)
+    with torch.cuda.stream(side):
+        a = make(x)
+    join(side)
+    b = (sleep(x) @ a).relu()
+    del a
+    with torch.cuda.stream(side):
+        c = make_more(x)
+    join(side)
+    fork(side)
+    return b, c
 
 
 @program(
@@ -44,17 +55,7 @@ def last_reader_on_another_stream(side, sleep, /, x, y):
     matrices(1, low=-1, high=1),
 )
 def side_memory_read_elsewhere(side, sleep, /, x):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        a = x @ x
-    current.wait_stream(side)
-    b = (sleep(x) @ a).relu()
-    with torch.cuda.stream(side):
-        c = (x.t() @ x) @ x
-    current.wait_stream(side)
-    side.wait_stream(current)
-    return b, c
+    return read_elsewhere(side, sleep, lambda x: x @ x, lambda x: (x.t() @ x) @ x, x)
 
 
 @program(
@@ -62,94 +63,61 @@ def side_memory_read_elsewhere(side, sleep, /, x):
     tensors(whole_numbers(64, 256, low=-50, high=50)),
 )
 def several_outputs_read_elsewhere(side, sleep, /, x):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         first, _ = torch.topk(x, 64)
-    current.wait_stream(side)
+    join(side)
     a = (sleep(x[:, :64]) @ first).relu()
     del first
     with torch.cuda.stream(side):
         second, _ = torch.topk(x + 1, 64)
         third, _ = torch.topk(-x, 64)
         b = second + third
-    current.wait_stream(side)
-    side.wait_stream(current)
+    join(side)
+    fork(side)
     return a, b
 
 
 @program("outputs of a custom operator are taken for memory of the current stream")
 def operator_output_read_elsewhere(side, sleep, /, x):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        a = torch.ops.overlay_test.double(x)
-    current.wait_stream(side)
-    b = (sleep(x) @ a).relu()
-    del a
-    with torch.cuda.stream(side):
-        c = torch.ops.overlay_test.double(torch.ops.overlay_test.double(x))
-    current.wait_stream(side)
-    side.wait_stream(current)
-    return b, c
+    double = torch.ops.overlay_test.double
+    return read_elsewhere(side, sleep, double, lambda x: double(double(x)), x)
 
 
 @program("results of a nested region, read on another stream", matrices(1, low=-1, high=1))
 def region_output_read_elsewhere(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weight = torch.sign(k.parameter(64, 64))
+    side, sleep, weight = k.stream(), k.sleep, torch.sign(k.parameter(64, 64))
 
     @torch.compiler.nested_compile_region
     def block(x):
         return (x @ weight).clamp(-2, 2)
 
-    def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = block(x)
-        current.wait_stream(side)
-        b = (sleep(x) @ a).relu()
-        del a
-        with torch.cuda.stream(side):
-            c = block(block(x))
-        current.wait_stream(side)
-        side.wait_stream(current)
-        return b, c
-
-    return fn
+    return lambda x: read_elsewhere(side, sleep, block, lambda x: block(block(x)), x)
 
 
 @program("memory of the current stream, handed to a user's Triton kernel on another as its target", matrices(2))
 def out_variant_on_side_stream(side, sleep, /, x, y):
-    current = torch.cuda.current_stream()
     target = torch.empty_like(x)
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         torch.mul(sleep(x), 3, out=target)
     b = y * 2
-    current.wait_stream(side)
+    join(side)
     return target @ b
 
 
 @program("an input written by the frame that nobody reads afterwards, and whose memory is free", matrices(2))
-def short_lived_buffers(k: Kit) -> Any:
-    streams, sleep = [k.stream() for _ in range(3)], k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        total = y
-        for i in range(6):
-            side = streams[i % 3]
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                a = sleep(total) * 2
-                b = (a - x).clamp(-9, 9)
-            current.wait_stream(side)
-            total = b - total
-        return total
-
-    return fn
+def short_lived_buffers(first, second, third, sleep, /, x, y):
+    total = y
+    for i in range(6):
+        side = (first, second, third)[i % 3]
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(total) * 2
+            b = (a - x).clamp(-9, 9)
+        join(side)
+        total = b - total
+    return total
 
 
 @program("several calls alive at once: outputs of the first are read after the second", frames=True)
@@ -158,12 +126,11 @@ def outputs_of_two_calls(k: Kit) -> Any:
 
     @k.compile
     def inner(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.stream(side):
             a = sleep(x) @ x
         b = x * 2
-        current.wait_stream(side)
+        join(side)
         return a, b
 
     def step(x):
@@ -182,14 +149,12 @@ def outputs_of_two_calls(k: Kit) -> Any:
     finish=joins_all,
 )
 def one_joined_one_not(joined, loose, sleep, /, x, y):
-    current = torch.cuda.current_stream()
-    joined.wait_stream(current)
-    loose.wait_stream(current)
+    fork(joined, loose)
     with torch.cuda.stream(joined):
         a = sleep(x) @ y
     with torch.cuda.stream(loose):
         b = sleep(sleep(y)) * 3
-    current.wait_stream(joined)
+    join(joined)
     return a + 1, b
 
 
@@ -199,10 +164,9 @@ def one_joined_one_not(joined, loose, sleep, /, x, y):
     matrices(2, low=-1, high=1),
 )
 def updated_in_place_on_side_stream(side, sleep, /, x, y):
-    current = torch.cuda.current_stream()
     total = x @ y
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         total.add_(sleep(y) @ y)
-    current.wait_stream(side)
+    join(side)
     return total @ x

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import Kit, MakeInputs, matrices, Program, program, tensors, whole_numbers
+from stream_programs._program import fork, join, Kit, MakeInputs, matrices, Program, program, tensors, whole_numbers
 from stream_programs.training import training, trains
 
 
@@ -18,11 +18,10 @@ def on_side(side: torch.cuda.Stream, body: Callable[..., Any]) -> Callable[..., 
     """After the caller's work and before what the caller does next."""
 
     def fn(*inputs):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.stream(side):
             result = body(*inputs)
-        current.wait_stream(side)
+        join(side)
         return result
 
     return fn
@@ -140,25 +139,20 @@ def updated_view_returned(sleep, x, y):
 
 
 @program("two streams update parts of one tensor through chained views, one after the other", batches)
-def rows_updated_on_two_streams(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        one.wait_stream(current)
-        with torch.cuda.stream(one):
-            t = torch.bmm(sleep(x), y)
-            t[0][1:3].mul_(2)
-        two.wait_stream(one)
-        with torch.cuda.stream(two):
-            t[1][2:4].add_(1)
-            t[0][2:6].sub_(x[1][2:6])
-        current.wait_stream(two)
-        t.record_stream(two)
-        t.record_stream(current)
-        return t + 1
-
-    return fn
+def rows_updated_on_two_streams(one, two, sleep, /, x, y):
+    current = torch.cuda.current_stream()
+    one.wait_stream(current)
+    with torch.cuda.stream(one):
+        t = torch.bmm(sleep(x), y)
+        t[0][1:3].mul_(2)
+    two.wait_stream(one)
+    with torch.cuda.stream(two):
+        t[1][2:4].add_(1)
+        t[0][2:6].sub_(x[1][2:6])
+    current.wait_stream(two)
+    t.record_stream(two)
+    t.record_stream(current)
+    return t + 1
 
 
 # ---- operators that passes take apart

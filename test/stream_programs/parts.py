@@ -2,20 +2,13 @@
 
 import torch
 
-from stream_programs._program import fork, join, matrices, program, tensors, whole_numbers
+from stream_programs._program import fork, join, matrices, program, reads_input, tensors, whole_numbers
 
 
 SIZE = 64
 
 
-def _reads_first_input(instance, inputs, outputs):
-    """A caller that was promised, by the joins inside the function, that it may read the updated input at once."""
-    return outputs, inputs[0].clone()
-
-
-@program(
-    "each write makes a whole new tensor, and the second waits for the first", matrices(3), finish=_reads_first_input
-)
+@program("each write makes a whole new tensor, and the second waits for the first", matrices(3), finish=reads_input)
 def rows_of_an_argument(one, other, sleep, /, out, x, w):
     fork(one, other)
     with torch.cuda.stream(one):
@@ -38,7 +31,7 @@ def chunks_of_own_buffer(first, second, third, fourth, sleep, /, x, w):
     return out
 
 
-@program("columns of a tensor lie between one another in memory", matrices(3), finish=_reads_first_input)
+@program("columns of a tensor lie between one another in memory", matrices(3), finish=reads_input)
 def columns_of_an_argument(one, other, sleep, /, out, x, w):
     fork(one, other)
     with torch.cuda.stream(one):
@@ -62,7 +55,7 @@ def elements_in_turns(one, other, sleep, /, x, y):
     return out
 
 
-@program("rows that overlap: the second write comes after the first", matrices(3), finish=_reads_first_input)
+@program("rows that overlap: the second write comes after the first", matrices(3), finish=reads_input)
 def overlapping_rows(one, other, sleep, /, out, x, w):
     one.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(one):
@@ -77,7 +70,7 @@ def overlapping_rows(one, other, sleep, /, out, x, w):
 @program(
     "slots of a ring: one is filled while another is read, and the filled one is read later",
     tensors(whole_numbers(4, SIZE, SIZE), whole_numbers(SIZE, SIZE), whole_numbers(SIZE, SIZE)),
-    finish=_reads_first_input,
+    finish=reads_input,
 )
 def slots_of_a_ring(one, other, sleep, /, ring, x, w):
     fork(one, other)
@@ -115,10 +108,7 @@ def parts_around_the_whole(one, other, sleep, /, x, w):
 
 
 @program(
-    "the parts' sizes are symbols: that they are disjoint can't be shown",
-    matrices(3),
-    finish=_reads_first_input,
-    dynamic=True,
+    "the parts' sizes are symbols: that they are disjoint can't be shown", matrices(3), finish=reads_input, dynamic=True
 )
 def rows_of_dynamic_size(one, other, sleep, /, out, x, w):
     half = out.shape[0] // 2

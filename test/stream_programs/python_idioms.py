@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import joins_all, Kit, matrices, program
+from stream_programs._program import fork, join, joins_all, Kit, matrices, program
 
 
-def _fork_join(k: Kit, side: torch.cuda.Stream, x: torch.Tensor) -> torch.Tensor:
+def _fork_join(side: torch.cuda.Stream, sleep: Any, x: torch.Tensor) -> torch.Tensor:
     """Work on the side stream beside work on the caller's."""
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
-        a = k.sleep(x @ x)
+        a = sleep(x @ x)
     b = x * 3
-    current.wait_stream(side)
+    join(side)
     return a + b
 
 
@@ -67,11 +66,11 @@ def closure_of_a_class_with_containers(k: Kit) -> Any:
             return sides[1]
 
         def run(self, x, side=sides[1]):
-            return _fork_join(k, side, x) * self.scale + _fork_join(k, self.first, x)
+            return _fork_join(side, k.sleep, x) * self.scale + _fork_join(self.first, k.sleep, x)
 
     def fn(x):
         branch = Branch()
-        return branch.run(x) + _fork_join(k, branch.second, x)
+        return branch.run(x) + _fork_join(branch.second, k.sleep, x)
 
     return fn
 
@@ -102,45 +101,32 @@ def closure_of_a_context_manager(k: Kit) -> Any:
 
 
 @program("a stack of contexts enters a stream and joins it by a callback")
-def exit_stack(k: Kit) -> Any:
-    side = k.stream()
-
-    def fn(x):
-        with contextlib.ExitStack() as stack:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
-            stack.callback(current.wait_stream, side)
-            stack.enter_context(torch.cuda.stream(side))
-            y = k.sleep(x @ x)
-        return y + x
-
-    return fn
+def exit_stack(side, sleep, /, x):
+    with contextlib.ExitStack() as stack:
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        stack.callback(current.wait_stream, side)
+        stack.enter_context(torch.cuda.stream(side))
+        y = sleep(x @ x)
+    return y + x
 
 
 @program("a stack of contexts is closed inside another stream's block, or after it", matrices(2))
-def exit_stack_across_blocks(k: Kit) -> Any:
-    first, second = k.stream(), k.stream()
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        first.wait_stream(current)
-        second.wait_stream(current)
-        inner, outer = contextlib.ExitStack(), contextlib.ExitStack()
-        with torch.cuda.stream(second):
-            inner.enter_context(first)
-            a = k.sleep(x @ x)
-            inner.close()
-            b = k.sleep(y @ y)
-        outer.enter_context(torch.cuda.stream(second))
-        b = b * 2
-        with torch.cuda.stream(first):
-            a = a * 2
-        outer.close()
-        current.wait_stream(first)
-        current.wait_stream(second)
-        return a + b
-
-    return fn
+def exit_stack_across_blocks(first, second, sleep, /, x, y):
+    fork(first, second)
+    inner, outer = contextlib.ExitStack(), contextlib.ExitStack()
+    with torch.cuda.stream(second):
+        inner.enter_context(first)
+        a = sleep(x @ x)
+        inner.close()
+        b = sleep(y @ y)
+    outer.enter_context(torch.cuda.stream(second))
+    b = b * 2
+    with torch.cuda.stream(first):
+        a = a * 2
+    outer.close()
+    join(first, second)
+    return a + b
 
 
 # ---- where streams are kept
@@ -158,7 +144,7 @@ def cached_property(k: Kit) -> Any:
             return torch.cuda.Stream()
 
         def forward(self, x):
-            return _fork_join(k, self.side, x) + _fork_join(k, self.other, x)
+            return _fork_join(self.side, k.sleep, x) + _fork_join(self.other, k.sleep, x)
 
     block = Block()
     block.side  # noqa: B018  (a stream that the test may delay is made outside)
@@ -170,8 +156,8 @@ def stream_of_the_thread(k: Kit) -> Any:
     streams = {threading.get_ident(): k.stream()}
 
     def fn(x):
-        a = _fork_join(k, streams[threading.get_ident()], x)
-        return _fork_join(k, streams[threading.current_thread().ident], a.clamp(-2, 2))
+        a = _fork_join(streams[threading.get_ident()], k.sleep, x)
+        return _fork_join(streams[threading.current_thread().ident], k.sleep, a.clamp(-2, 2))
 
     return fn
 
@@ -201,19 +187,21 @@ def asks_and_prints(k: Kit) -> Any:
 
 
 @program("whether a CUDA graph is being captured is the run's answer, not the compiler's", host_reads=True)
-def asks_for_capture(k: Kit) -> Any:
-    side = k.stream()
-
-    def fn(x):
-        y = _fork_join(k, side, x)
-        with torch.cuda.stream(side):
-            inside = torch.cuda.is_current_stream_capturing()
-        return y, torch.cuda.is_current_stream_capturing(), inside
-
-    return fn
+def asks_for_capture(side, sleep, /, x):
+    y = _fork_join(side, sleep, x)
+    with torch.cuda.stream(side):
+        inside = torch.cuda.is_current_stream_capturing()
+    return y, torch.cuda.is_current_stream_capturing(), inside
 
 
 # ---- profiler ranges
+
+
+def settings_of_the_overlay(**settings: Any) -> contextlib.AbstractContextManager[Any]:
+    """On stock there are none."""
+    forms = ("torch_overlay.config", "torch._overlay.config")
+    config = next(filter(None, map(sys.modules.get, forms)), None)
+    return config.patch(**settings) if config else contextlib.nullcontext()
 
 
 def _in_ranges(k: Kit) -> Any:
@@ -248,11 +236,9 @@ def ranges_left_out(k: Kit) -> Any:
 @program("profiler ranges stay among the launches, and order nothing on the device", frames=True)
 def ranges_kept(k: Kit) -> Any:
     compiled = k.compile(_in_ranges(k))
-    forms = ("torch_overlay.config", "torch._overlay.config")
-    config = next(filter(None, map(sys.modules.get, forms)), None)  # on stock there is none
 
     def fn(x):
-        with config.patch(nvtx=True) if config else contextlib.nullcontext():
+        with settings_of_the_overlay(nvtx=True):
             return compiled(x)
 
     return fn

@@ -8,6 +8,7 @@ that sums stay small whole numbers and results can be compared exactly; under au
 tolerance, since fused code rounds less often.
 """
 
+import functools
 import random
 import re
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from stream_programs._program import Kit, matrices, Program, PROGRAMS
+from stream_programs._program import fork, join, Kit, matrices, Program, PROGRAMS
 
 
 COUNT = 60
@@ -155,13 +156,9 @@ def _build(seed: int, k: Kit) -> Any:
     text = writer.write()
     streams = [k.stream() for _ in range(writer.streams)]
     weights = [_sparse(k) for _ in range(writer.weights)]
-    scope: dict[str, Any] = {
-        "torch": torch,
+    scope: dict[str, Any] = {"torch": torch, "on": torch.cuda.stream, "fork": fork, "join": join, "sleep": k.sleep}
+    scope |= {
         "checkpoint": checkpoint,
-        "sleep": k.sleep,
-        "on": torch.cuda.stream,
-        "fork": lambda stream: stream.wait_stream(torch.cuda.current_stream()),
-        "join": lambda stream: torch.cuda.current_stream().wait_stream(stream),
         **{f"s{i}": stream for i, stream in enumerate(streams, 1)},
         **{f"w{i}": weight for i, weight in enumerate(weights)},
     }
@@ -182,20 +179,11 @@ def _build(seed: int, k: Kit) -> Any:
 
 
 def _register() -> None:
+    fields: dict[str, Any] = {"frames": True, "ordered": True, "group": "random_training"}
     for seed in range(COUNT):
-        autocast = _Writer(seed).autocast
-        PROGRAMS.append(
-            Program(
-                f"train_random_{seed:02}",
-                "drawn at random",
-                lambda k, seed=seed: _build(seed, k),
-                matrices(2),
-                frames=True,
-                tolerance=0.02 if autocast else 0.0,
-                ordered=True,
-                group="random_training",
-            )
-        )
+        name, build = f"train_random_{seed:02}", functools.partial(_build, seed)
+        tolerance = 0.02 if _Writer(seed).autocast else 0.0
+        PROGRAMS.append(Program(name, "drawn at random", build, matrices(2), tolerance=tolerance, **fields))
 
 
 _register()

@@ -5,7 +5,6 @@ rest, the call of `backward` above all, is eager. The caller reads losses and gr
 after `backward`, as autograd allows.
 """
 
-import contextlib
 import threading
 from typing import Any
 
@@ -29,42 +28,93 @@ def trained(k: Kit, count: int, *shape: int) -> list[torch.Tensor]:
     return [k.parameter(*(shape or (64, 64))).requires_grad_() for _ in range(count)]
 
 
+def signs(k: Kit, count: int) -> list[torch.Tensor]:
+    return [weight.detach().sign().requires_grad_() for weight in trained(k, count)]
+
+
 def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
 
-def trains(k: Kit, forward: Any, *weights: torch.Tensor, leaves: int = 1, updates: bool = False) -> Any:
+def trains(k: Kit, forward: Any, *weights: torch.Tensor, **options: Any) -> Any:
+    """A `training_step` of a forward that is compiled."""
+    return training_step(k, k.compile(forward), *weights, **options)
+
+
+def training_step(
+    k: Kit,
+    forward: Any,
+    *weights: torch.Tensor,
+    leaves: int = 1,
+    loss: Any = lambda result: result,
+    between: Any = lambda *inputs: None,
+    after: Any = lambda: None,
+) -> Any:
     """A step: forward, backward, and the gradients of the first inputs, the leaves, and of weights.
 
-    `updates`: forward updates its last input, which is read ahead of the backward.
+    `loss` computes the loss from forward's results, which the step returns. `between` is called with the inputs ahead
+    of the backward, `after` between that and the reading of gradients; what they have seen is returned.
     """
-    forward = k.compile(forward)
 
     def step(*inputs):
         inputs = [leaf(x) for x in inputs[:leaves]] + list(inputs[leaves:])
-        loss = forward(*inputs)
-        seen = [inputs[-1].clone()] if updates else []
-        loss.backward()
-        return loss.detach(), *seen, take_gradients(*inputs[:leaves], *weights)
+        results = forward(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        seen = between(*inputs)
+        with k.engine():
+            loss(*results).backward()
+        seen = seen, after()
+        return *(result.detach() for result in results), seen, take_gradients(*inputs[:leaves], *weights)
 
     return step
 
 
-def training(
-    hazard: str, inputs: Any = None, *, weights: int = 0, leaves: int = 1, updates: bool = False, **fields: Any
-) -> Any:
-    """Decorates a build function, or a forward whose first parameters, ahead of the `/`, are `weights`."""
+def accumulates(k: Kit, forward: Any, *weights: torch.Tensor) -> Any:
+    """A step of several batches: each one's gradients are added to those of the batches before it."""
+
+    def step(*batches):
+        losses = []
+        for batch in batches:
+            loss = forward(batch)
+            with k.engine():
+                loss.backward()
+            losses.append(loss.detach())
+        return losses, take_gradients(*weights)
+
+    return step
+
+
+def clone_of_last(*inputs: torch.Tensor) -> torch.Tensor:
+    """For programs that update their last input."""
+    return inputs[-1].clone()
+
+
+def clone_joined(tensor: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+    """For programs that leave it to the caller to join the stream that updates a tensor."""
+    join(side)
+    return tensor.clone()
+
+
+def training(hazard: str, inputs: Any = None, *, weights: int = 0, forward: Any = None, **fields: Any) -> Any:
+    """Decorates a build function; or a forward whose first parameters, ahead of the `/`, are `weights`; or a step whose
+    first parameters are those that `forward` makes of a kit: a compiled forward and its weights.
+
+    A forward takes the options of `training_step`, too.
+    """
+    options = {name: fields.pop(name) for name in ("leaves", "loss", "between") if name in fields}
     register = program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
 
-    def of_forward(forward: Any) -> Any:
+    def of_part(part: Any) -> Any:
         def build(k: Kit) -> Any:
+            if forward is not None:
+                return built(part, *forward(k))(k)
             given = trained(k, weights)
-            return trains(k, built(forward, *given)(k), *given, leaves=leaves, updates=updates)
+            return trains(k, built(part, *given)(k), *given, **options)
 
-        build.__name__, build.__module__ = forward.__name__, forward.__module__
+        build.__name__, build.__module__ = part.__name__, part.__module__
         return register(build)
 
-    return of_forward if weights else register
+    return of_part if weights or forward else register
 
 
 def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
@@ -77,10 +127,9 @@ def overwrite(side: torch.Stream, like: torch.Tensor) -> None:
 current = torch.cuda.current_stream
 
 
-def product(k: Kit) -> Any:
-    """A forward with a side stream, and its weight."""
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+def one_branch(k: Kit, joined: Any = lambda a, x: (a * x).sum()) -> Any:
+    """A forward with a layer on a side stream, from which the caller's computes what is `joined`; and its weight."""
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x):
@@ -88,7 +137,38 @@ def product(k: Kit) -> Any:
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         join(side)
-        return (a * x).sum()
+        return joined(a, x)
+
+    return forward, weight
+
+
+def two_branches(k: Kit, joined: Any) -> Any:
+    """A forward with a layer on a side stream beside a product on the caller's; and their weights."""
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
+
+    @k.compile
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return joined(a, b)
+
+    return forward, first, second
+
+
+def residual_layer(k: Kit, limit: int) -> Any:
+    """A forward that adds to its input what a side stream computes from it; and its weight."""
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
+
+    @k.compile
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu().clamp(max=limit)
+        join(side)
+        return a + x
 
     return forward, weight
 
@@ -124,7 +204,6 @@ def train_experts(k: Kit) -> Any:
     sides, sleep = [k.stream() for _ in range(4)], k.sleep
     router, *weights = trained(k, 1, 64, 4) + trained(k, 8)
 
-    @k.compile
     def forward(x):
         gate = (x @ router).sign()
         fork(*sides)
@@ -136,13 +215,7 @@ def train_experts(k: Kit) -> Any:
         join(*sides)
         return torch.stack(outputs).sum(0)
 
-    def step(x):
-        x = leaf(x)
-        y = forward(x)
-        (y * 2).sum().backward()
-        return y.detach(), take_gradients(x, *weights)
-
-    return step
+    return trains(k, forward, *weights, loss=lambda y: (y * 2).sum())
 
 
 @training("experts on four streams write their results to rows of one tensor", weights=4)
@@ -172,50 +245,38 @@ def train_overlapping_rows(first, second, one, two, sleep, /, x):
     return (out * out).sum()
 
 
-@training("a chain that changes streams at each layer")
-def train_chain_over_streams(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    weights = trained(k, 3)
-
-    def forward(x):
-        one.wait_stream(current())
-        with torch.cuda.stream(one):
-            x = sleep(x @ weights[0]).relu()
-        two.wait_stream(one)
-        with torch.cuda.stream(two):
-            x = sleep(x).clamp(max=2) @ weights[1]
-        current().wait_stream(two)
-        return (x.clamp(-3, 3) @ weights[2]).sum()
-
-    return trains(k, forward, *weights)
+@training("a chain that changes streams at each layer", weights=3)
+def train_chain_over_streams(first, second, third, one, two, sleep, /, x):
+    fork(one)
+    with torch.cuda.stream(one):
+        x = sleep(x @ first).relu()
+    two.wait_stream(one)
+    with torch.cuda.stream(two):
+        x = sleep(x).clamp(max=2) @ second
+    join(two)
+    return (x.clamp(-3, 3) @ third).sum()
 
 
 @training("outputs that the function leaves unjoined: the caller joins them before the loss")
 def train_unjoined_outputs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
             a = sleep(x @ weight).relu()
         return a, x * 3
 
-    def step(x):
-        x = leaf(x)
-        a, b = forward(x)
+    def loss(a, b):
         join(side)
-        (a * b).sum().backward()
-        return a.detach(), take_gradients(x, weight)
+        return (a * b).sum()
 
-    return step
+    return trains(k, forward, weight, loss=loss)
 
 
 @training("the loss is computed on the side stream that the function left its output on")
 def train_loss_on_side_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x):
@@ -235,22 +296,16 @@ def train_loss_on_side_stream(k: Kit) -> Any:
     return step
 
 
-@training("an input read on three streams: three gradients are summed on the caller's")
-def train_input_of_three_streams(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    weights = trained(k, 3)
-
-    def forward(x):
-        fork(one, two)
-        with torch.cuda.stream(one):
-            a = sleep(x) @ weights[0]
-        with torch.cuda.stream(two):
-            b = sleep(x) @ weights[1]
-        c = x @ weights[2]
-        join(one, two)
-        return (a + b + c).relu().sum()
-
-    return trains(k, forward, *weights)
+@training("an input read on three streams: three gradients are summed on the caller's", weights=3)
+def train_input_of_three_streams(first, second, third, one, two, sleep, /, x):
+    fork(one, two)
+    with torch.cuda.stream(one):
+        a = sleep(x) @ first
+    with torch.cuda.stream(two):
+        b = sleep(x) @ second
+    c = x @ third
+    join(one, two)
+    return (a + b + c).relu().sum()
 
 
 @training(
@@ -282,68 +337,39 @@ def train_recomputed(first, second, side, sleep, /, x):
     return (c @ second).sum()
 
 
-@training("a value of a side stream is saved once and read under two views: it must not be written over between (S3)")
-def train_saved_views(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            h = sleep(x @ first).relu()
-        join(side)
-        y = h.clamp(max=1) @ second
-        side.wait_stream(current())
-        with torch.cuda.stream(side):
-            z = h.t().clamp(max=1) @ second
-        join(side)
-        return (y + z + h).sum(), h[:32] * 2
-
-    def step(x):
-        x = leaf(x)
-        loss, part = forward(x)
-        (loss + part.sum()).backward()
-        return loss.detach(), part.detach(), take_gradients(x, first, second)
-
-    return step
+@training(
+    "a value of a side stream is saved once and read under two views: it must not be written over between (S3)",
+    weights=2,
+    loss=lambda loss, part: loss + part.sum(),
+)
+def train_saved_views(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        h = sleep(x @ first).relu()
+    join(side)
+    y = h.clamp(max=1) @ second
+    fork(side)
+    with torch.cuda.stream(side):
+        z = h.t().clamp(max=1) @ second
+    join(side)
+    return (y + z + h).sum(), h[:32] * 2
 
 
-@training("only one of two outputs gets a gradient")
-def train_partly_used_outputs(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return a + 1, b + 1
-
-    def step(x):
-        x = leaf(x)
-        a, b = forward(x)
-        (b * 2).sum().backward()
-        partly = take_gradients(x, second)
-        a, b = forward(x)
-        (a * 2).sum().backward()
-        return a.detach(), b.detach(), partly, take_gradients(x, first)
-
-    return step
+@training("only one of two outputs gets a gradient", forward=lambda k: two_branches(k, lambda a, b: (a + 1, b + 1)))
+def train_partly_used_outputs(forward, first, second, /, x):
+    x = leaf(x)
+    a, b = forward(x)
+    (b * 2).sum().backward()
+    partly = take_gradients(x, second)
+    a, b = forward(x)
+    (a * 2).sum().backward()
+    return a.detach(), b.detach(), partly, take_gradients(x, first)
 
 
-@training("torch.autograd.grad in the place of backward")
-def train_autograd_grad(k: Kit) -> Any:
-    forward, weight = product(k)
-
-    def step(x):
-        x = leaf(x)
-        return torch.autograd.grad(forward(x), (x, weight))
-
-    return step
+@training("torch.autograd.grad in the place of backward", forward=one_branch)
+def train_autograd_grad(forward, weight, /, x):
+    x = leaf(x)
+    return torch.autograd.grad(forward(x), (x, weight))
 
 
 # ---- several frames
@@ -351,41 +377,13 @@ def train_autograd_grad(k: Kit) -> Any:
 
 @training("gradients of three micro-batches accumulate in the parameters", matrices(3))
 def train_gradient_accumulation(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return (a - b).sum()
-
-    def step(*batches):
-        losses = []
-        for batch in batches:
-            loss = forward(batch)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses, take_gradients(first, second)
-
-    return step
+    return accumulates(k, *two_branches(k, lambda a, b: (a - b).sum()))
 
 
 @training("three forwards, then their backwards, the last first", matrices(3))
 def train_several_forwards(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        join(side)
-        return (a @ second * x).sum()
+    forward, first = one_branch(k, lambda a, x: (a @ second * x).sum())
+    (second,) = trained(k, 1)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -399,20 +397,7 @@ def train_several_forwards(k: Kit) -> Any:
 
 @training("two functions with streams of their own: each backward runs on its forward's (S1, #186025)", matrices(2))
 def train_interleaved_functions(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def make(side, weight):
-        def forward(x):
-            fork(side)
-            with torch.cuda.stream(side):
-                a = sleep(x @ weight).relu()
-            join(side)
-            return (a * x).sum()
-
-        return k.compile(forward)
-
-    run_one, run_two = make(one, first), make(two, second)
+    (run_one, first), (run_two, second) = one_branch(k), one_branch(k)
 
     def step(x, y):
         x, y = leaf(x), leaf(y)
@@ -426,20 +411,7 @@ def train_interleaved_functions(k: Kit) -> Any:
 
 @training("the second of two layers is another compiled function: their gradients meet in eager", matrices(1))
 def train_two_functions_in_a_row(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def make(side, weight):
-        def forward(x):
-            fork(side)
-            with torch.cuda.stream(side):
-                a = sleep(x @ weight).relu().clamp(max=2)
-            join(side)
-            return a + x
-
-        return k.compile(forward)
-
-    run_one, run_two = make(one, first), make(two, second)
+    (run_one, first), (run_two, second) = residual_layer(k, 2), residual_layer(k, 2)
 
     def step(x):
         x = leaf(x)
@@ -453,45 +425,23 @@ def train_two_functions_in_a_row(k: Kit) -> Any:
 
 @training("one function is called on its own output, which is saved twice", matrices(1, low=-1, high=1))
 def train_function_of_its_output(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu().clamp(max=1)
-        join(side)
-        return a + x
-
-    def step(x):
-        x = leaf(x)
-        y = forward(forward(x))
-        y.sum().backward()
-        return y.detach(), take_gradients(x, weight)
-
-    return step
+    layer, weight = residual_layer(k, 1)
+    return training_step(k, lambda x: layer(layer(x)), weight, loss=torch.sum)
 
 
-@training("backward twice over a retained graph")
-def train_retain_graph(k: Kit) -> Any:
-    forward, weight = product(k)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward(retain_graph=True)
-        once = [g.clone() for g in (x.grad, weight.grad)]
-        loss.backward()
-        return once, take_gradients(x, weight)
-
-    return step
+@training("backward twice over a retained graph", forward=one_branch)
+def train_retain_graph(forward, weight, /, x):
+    x = leaf(x)
+    loss = forward(x)
+    loss.backward(retain_graph=True)
+    once = [g.clone() for g in (x.grad, weight.grad)]
+    loss.backward()
+    return once, take_gradients(x, weight)
 
 
 @training("a graph break inside the block of a stream", fullgraph=False)
 def train_graph_break_in_block(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     def forward(x):
         fork(side)
@@ -507,8 +457,7 @@ def train_graph_break_in_block(k: Kit) -> Any:
 
 @training("forward, backward and the reading of gradients in one compiled function", fullgraph=False)
 def train_step_in_one_function(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def step(x):
         fork(side)
@@ -526,9 +475,8 @@ def train_step_in_one_function(k: Kit) -> Any:
 # ---- checkpoints
 
 
-def _checkpointed(k: Kit, reentrant: bool) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+def _block(k: Kit) -> Any:
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     def block(x):
         fork(side)
@@ -538,47 +486,40 @@ def _checkpointed(k: Kit, reentrant: bool) -> Any:
         join(side)
         return a * b
 
-    return block, first, second, reentrant
+    return block, first, second
 
 
 @training("a checkpointed block inside of the compiled function")
 def train_checkpoint(k: Kit) -> Any:
-    block, first, second, _ = _checkpointed(k, False)
+    block, first, second = _block(k)
     return trains(k, lambda x: (checkpoint(block, x, use_reentrant=False) * 2).sum(), first, second)
 
 
 @training("the reentrant kind of checkpoint")
 def train_reentrant_checkpoint(k: Kit) -> Any:
-    block, first, second, _ = _checkpointed(k, True)
+    block, first, second = _block(k)
     return trains(k, lambda x: (checkpoint(block, x, use_reentrant=True) * 2).sum(), first, second)
+
+
+def _checkpointed_around(k: Kit, use_reentrant: bool) -> Any:
+    block, first, second = _block(k)
+    block = k.compile(block)
+
+    def forward(x):
+        hidden = checkpoint(block, x, use_reentrant=use_reentrant)
+        return checkpoint(block, hidden.clamp(-1, 1), use_reentrant=use_reentrant)
+
+    return training_step(k, forward, first, second, loss=torch.sum)
 
 
 @training("a compiled block is checkpointed from outside: its forward runs again inside of backward")
 def train_checkpoint_around(k: Kit) -> Any:
-    block, first, second, _ = _checkpointed(k, False)
-    block = k.compile(block)
-
-    def step(x):
-        x = leaf(x)
-        y = checkpoint(block, checkpoint(block, x, use_reentrant=False).clamp(-1, 1), use_reentrant=False)
-        y.sum().backward()
-        return y.detach(), take_gradients(x, first, second)
-
-    return step
+    return _checkpointed_around(k, use_reentrant=False)
 
 
 @training("the same with the reentrant kind, which runs a backward inside of a backward")
 def train_reentrant_checkpoint_around(k: Kit) -> Any:
-    block, first, second, _ = _checkpointed(k, True)
-    block = k.compile(block)
-
-    def step(x):
-        x = leaf(x)
-        y = checkpoint(block, checkpoint(block, x, use_reentrant=True).clamp(-1, 1), use_reentrant=True)
-        y.sum().backward()
-        return y.detach(), take_gradients(x, first, second)
-
-    return step
+    return _checkpointed_around(k, use_reentrant=True)
 
 
 # ---- precision, custom functions, partial gradients
@@ -587,7 +528,7 @@ def train_reentrant_checkpoint_around(k: Kit) -> Any:
 @training("autocast around two branches", matrices(1, low=-1, high=1))
 def train_autocast(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
-    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
+    first, second = signs(k, 2)
 
     def forward(x):
         with torch.autocast("cuda", torch.bfloat16):
@@ -601,14 +542,30 @@ def train_autocast(k: Kit) -> Any:
     return trains(k, forward, first, second)
 
 
+def scales(k: Kit, forward: Any, *weights: torch.Tensor) -> Any:
+    """A step with a gradient scaler."""
+    forward = k.compile(forward)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
+    optimizer = torch.optim.SGD(weights, lr=2.0**-10)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = forward(x)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen = [weight.grad.clone() for weight in weights]
+        take_gradients(*weights)
+        scaler.update(4.0)
+        return loss.detach(), seen
+
+    return step
+
+
 @training("a gradient scaler, whose check for infinities reads all gradients at once", matrices(1, low=-1, high=1))
 def train_gradient_scaler(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
-    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
-    optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
+    first, second = signs(k, 2)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -616,18 +573,7 @@ def train_gradient_scaler(k: Kit) -> Any:
         join(side)
         return (a + x @ second).sum()
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = forward(x)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        seen = [g.clone() for g in (first.grad, second.grad)]
-        first.grad = None
-        second.grad = None
-        scaler.update(4.0)
-        return loss.detach(), seen
-
-    return step
+    return scales(k, forward, first, second)
 
 
 class _Scaled(torch.autograd.Function):
@@ -663,33 +609,21 @@ if compute.scaled is not None:
         def backward(ctx, gradient):
             return compute.scaled(gradient.contiguous(), 3)
 
-    @training("Triton kernels of the user in forward and backward, writing memory that the user made for them")
-    def train_user_kernels(k: Kit) -> Any:
-        side, sleep = k.stream(), k.sleep
-        first, second = trained(k, 2)
-
+    @training(
+        "Triton kernels of the user in forward and backward, writing memory that the user made for them", weights=2
+    )
+    def train_user_kernels(first, second, side, sleep, /, x):
         def branch(x, weight):
             for _ in range(3):
                 x = _Tripled.apply(x.clamp(-2, 2) * weight)
             return x
 
-        def forward(x):
-            fork(side)
-            with torch.cuda.stream(side):
-                a = branch(sleep(x), first)
-            b = branch(x, second)
-            join(side)
-            return (a + b).sum() / 4
-
-        forward = k.compile(forward)
-
-        def step(x):
-            x = leaf(x)
-            loss = forward(x)
-            loss.backward()
-            return loss.detach(), take_gradients(x, first, second)
-
-        return step
+        fork(side)
+        with torch.cuda.stream(side):
+            a = branch(sleep(x), first)
+        b = branch(x, second)
+        join(side)
+        return (a + b).sum() / 4
 
     class _Filled(torch.autograd.Function):
         """Its memory is made on the stream that is current, and written on another one, in forward and backward."""
@@ -704,48 +638,41 @@ if compute.scaled is not None:
             return _filled(gradient.contiguous(), ctx.side), None
 
     def _filled(x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
-        current = torch.cuda.current_stream()
         out = torch.empty_like(x)
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.stream(side):
             compute.scaled_into(out, x, 3)
-        current.wait_stream(side)
+        join(side)
         return out
 
-    @training("a user's kernel writes the current stream's memory on a side stream, in forward and backward")
-    def train_user_kernels_into_memory_of_another_stream(k: Kit) -> Any:
-        side, sleep = k.stream(), k.sleep
-        (weight,) = trained(k, 1)
+    def filled_products(k: Kit) -> Any:
+        side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
         def forward(x):
             y = _Filled.apply(sleep(x) * weight, side)
             return (y * weight).sum() / 4, y
 
-        forward = k.compile(forward)
+        return k.compile(forward), weight
 
-        def step(x):
-            x = leaf(x)
-            loss, y = forward(x)
-            loss.backward()
-            return loss.detach(), y.detach() * 2, take_gradients(x, weight)
+    @training(
+        "a user's kernel writes the current stream's memory on a side stream, in forward and backward",
+        forward=filled_products,
+    )
+    def train_user_kernels_into_memory_of_another_stream(forward, weight, /, x):
+        x = leaf(x)
+        loss, y = forward(x)
+        loss.backward()
+        return loss.detach(), y.detach() * 2, take_gradients(x, weight)
 
-        return step
 
-
-@training("one branch of the loss is computed without gradients, on the side stream")
-def train_no_grad_branch(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side), torch.no_grad():
-            target = sleep(x @ second).clamp(-1, 1)
-        y = (x @ first).clamp(-2, 2)
-        join(side)
-        return ((y - target) * (y - target)).sum()
-
-    return trains(k, forward, first, leaves=0)
+@training("one branch of the loss is computed without gradients, on the side stream", weights=2, leaves=0)
+def train_no_grad_branch(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side), torch.no_grad():
+        target = sleep(x @ second).clamp(-1, 1)
+    y = (x @ first).clamp(-2, 2)
+    join(side)
+    return ((y - target) * (y - target)).sum()
 
 
 @training("a detached value of a side stream is used without a gradient", weights=2)
@@ -795,37 +722,24 @@ def train_dropout(k: Kit) -> Any:
     return step
 
 
-@training("the loss leaves the device inside of the compiled function, so the engine knows no stream of it")
-def train_loss_on_host(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum().cpu()
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        other = torch.cuda.Stream()
-        with torch.cuda.stream(other):
-            loss.backward()
-        current().wait_stream(other)
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+@training(
+    "the loss leaves the device inside of the compiled function, so the engine knows no stream of it",
+    forward=lambda k: one_branch(k, lambda a, x: (a * x).sum().cpu()),
+)
+def train_loss_on_host(forward, weight, /, x):
+    x = leaf(x)
+    loss = forward(x)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        loss.backward()
+    join(other)
+    return loss.detach(), take_gradients(x, weight)
 
 
 @training("the batch size changes from call to call", dynamic=True)
 def train_dynamic_shapes(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -833,16 +747,8 @@ def train_dynamic_shapes(k: Kit) -> Any:
         join(side)
         return (a * x).sum()
 
-    def step(x):
-        seen = []
-        for rows in (64, 48, 17):
-            y = leaf(x[:rows])
-            loss = forward(y)
-            loss.backward()
-            seen.append((loss.detach(), take_gradients(y, weight)))
-        return seen
-
-    return step
+    step = trains(k, forward, weight)
+    return lambda x: [step(x[:rows]) for rows in (64, 48, 17)]
 
 
 @training("a stream that the function makes", weights=2)
@@ -877,16 +783,7 @@ class _Normed(nn.Module):
 @training("batch norm on a side stream: running statistics are written there, joined, and read", tolerance=1e-3)
 def train_batch_norm(k: Kit) -> Any:
     module = _Normed(k)
-    forward = k.compile(module)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        mean = module.norm.running_mean.clone()
-        loss.backward()
-        return mean, take_gradients(x, *module.norm.parameters())
-
-    return step
+    return trains(k, module, *module.norm.parameters(), between=lambda x: module.norm.running_mean.clone())
 
 
 @training(
@@ -894,7 +791,7 @@ def train_batch_norm(k: Kit) -> Any:
     matrices(2),
     weights=1,
     leaves=0,
-    updates=True,
+    between=clone_of_last,
 )
 def train_mutated_input(weight, side, sleep, /, x, cache):
     fork(side)
@@ -907,8 +804,7 @@ def train_mutated_input(weight, side, sleep, /, x, cache):
 
 @training("a tensor on the autograd graph is mutated on a side stream, as a cache between two layers is", matrices(2))
 def train_mutated_activation(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x, cache):
@@ -932,75 +828,58 @@ def train_mutated_activation(k: Kit) -> Any:
 
 @training("a moving average of a parameter is updated on a side stream that nobody but the next step joins")
 def train_moving_average(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
     average = k.parameter(64, 64)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side), torch.no_grad():
             average.mul_(0.5).add_(sleep(weight))
         return (x @ weight).relu().sum()
 
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        join(side)
-        return loss.detach(), average.clone(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, after=lambda: clone_joined(average, side))
 
 
 # ---- hooks and optimizers
 
 
-@training("hooks on the output and on the input read and change gradients")
-def train_tensor_hooks(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return a + x
-
-    def step(x):
-        seen = []
-        x = leaf(x)
-        y = forward(x)
-        y.register_hook(lambda g: g * 2)
-        x.register_hook(lambda g: seen.append(g.clone()))
-        y.sum().backward()
-        return y.detach(), seen, take_gradients(x, weight)
-
-    return step
+@training(
+    "hooks on the output and on the input read and change gradients",
+    forward=lambda k: one_branch(k, lambda a, x: a + x),
+)
+def train_tensor_hooks(forward, weight, /, x):
+    seen = []
+    x = leaf(x)
+    y = forward(x)
+    y.register_hook(lambda g: g * 2)
+    x.register_hook(lambda g: seen.append(g.clone()))
+    y.sum().backward()
+    return y.detach(), seen, take_gradients(x, weight)
 
 
-@training("an optimizer in the backward: each parameter is updated as soon as its gradient is there")
-def train_optimizer_in_backward(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+def update_in_backward(*parameters: torch.Tensor) -> None:
+    """Each parameter is updated, and its gradient dropped, as soon as that is there."""
 
     @torch.no_grad()
     def update(parameter):
         parameter.add_(parameter.grad.sign()).clamp_(-2, 2)
         parameter.grad = None
 
-    for parameter in (first, second):
+    for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(update)
 
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return (a + b).sum()
+
+@torch.no_grad()
+def make_whole(*parameters: torch.Tensor) -> None:
+    """So that all sums stay exact: steps are multiples of 1/16, and parameters begin each step whole."""
+    for parameter in parameters:
+        parameter.round_().clamp_(-2, 2)
+
+
+@training("an optimizer in the backward: each parameter is updated as soon as its gradient is there")
+def train_optimizer_in_backward(k: Kit) -> Any:
+    forward, first, second = two_branches(k, lambda a, b: (a + b).sum())
+    update_in_backward(first, second)
 
     def step(x):
         loss = forward(x)
@@ -1012,9 +891,7 @@ def train_optimizer_in_backward(k: Kit) -> Any:
 
 @training("an optimizer's step after each backward, on the current stream; the next forward reads the parameters")
 def train_optimizer(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-    # So that all sums stay exact: weights and activations are multiples of 1/16 in a loss, and begin each step whole.
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-4, momentum=0.5)
 
     @k.compile
@@ -1027,9 +904,7 @@ def train_optimizer(k: Kit) -> Any:
         return (a * b).sum()
 
     def step(x):
-        with torch.no_grad():
-            first.round_().clamp_(-2, 2)
-            second.round_().clamp_(-2, 2)
+        make_whole(first, second)
         optimizer.state.clear()
         losses = []
         for _ in range(2):
@@ -1045,23 +920,14 @@ def train_optimizer(k: Kit) -> Any:
 
 @training("the optimizer runs on a stream of its own, which waits for the current one")
 def train_optimizer_on_side_stream(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return (a + b).sum()
+    forward, first, second = two_branches(k, lambda a, b: (a + b).sum())
+    other, sleep = k.stream(), k.sleep
 
     def step(x):
         loss = forward(x)
         loss.backward()
         gradients = [first.grad.clone(), second.grad.clone()]
-        other.wait_stream(current())
+        fork(other)
         with torch.cuda.stream(other), torch.no_grad():
             for parameter in (first, second):
                 parameter.add_(sleep(parameter.grad).sign()).clamp_(-2, 2)
@@ -1075,24 +941,15 @@ def train_optimizer_on_side_stream(k: Kit) -> Any:
 # ---- memory
 
 
-def gradient_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = x @ weight
-        join(side)
-        return (a * x).sum()
+def reads_gradient_late(k: Kit, forward: Any, side: torch.cuda.Stream, weight: torch.Tensor) -> Any:
+    """A step that drops a gradient while the current stream still reads it, and overwrites the side stream's memory."""
+    forward = k.compile(forward)
 
     def step(x):
-        loss = forward(x)
-        with engine():
-            loss.backward()
+        with k.engine():
+            forward(x).backward()
         (gradient,) = take_gradients(weight)
-        seen = sleep(gradient) * 2
+        seen = k.sleep(gradient) * 2
         del gradient
         overwrite(side, weight)
         return seen
@@ -1100,11 +957,24 @@ def gradient_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
     return step
 
 
-def saved_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+@training("a gradient in a side stream's memory is freed while the current stream still reads it")
+def train_gradient_memory(k: Kit) -> Any:
+    side, weight = k.stream(), *trained(k, 1)
 
-    @k.compile
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = x @ weight
+        join(side)
+        return (a * x).sum()
+
+    return reads_gradient_late(k, forward, side, weight)
+
+
+@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
+def train_saved_memory(k: Kit) -> Any:
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
+
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1113,37 +983,18 @@ def saved_memory(k: Kit, engine: Any = contextlib.nullcontext) -> Any:
         b = sleep(x)
         return sleep(a * a * b).sum()
 
-    def step(x):
-        loss = forward(x)
-        with engine():
-            loss.backward()
-        overwrite(side, weight)
-        return loss.detach(), take_gradients(weight)
-
-    return step
-
-
-@training("a gradient in a side stream's memory is freed while the current stream still reads it")
-def train_gradient_memory(k: Kit) -> Any:
-    return gradient_memory(k)
-
-
-@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
-def train_saved_memory(k: Kit) -> Any:
-    return saved_memory(k)
+    return trains(k, forward, weight, leaves=0, after=lambda: overwrite(side, weight))
 
 
 @training("a branch saves one value a layer in its stream's memory, which the backward frees layer by layer")
 def train_saved_chain(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    weights = trained(k, 4)
+    side, sleep, weights = k.stream(), k.sleep, trained(k, 4)
 
     def branch(x):
         for weight in weights:
             x = (sleep(x) @ weight).clamp(-1, 1)
         return x
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1152,22 +1003,13 @@ def train_saved_chain(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        loss.backward()
-        overwrite(side, weights[0])
-        return loss.detach(), take_gradients(x, *weights)
-
-    return step
+    return trains(k, forward, *weights, after=lambda: overwrite(side, weights[0]))
 
 
 @training("freed memory of both streams is overwritten between forward and backward")
 def train_memory_between(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1176,23 +1018,17 @@ def train_memory_between(k: Kit) -> Any:
         join(side)
         return (a * b).sum()
 
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
+    def between(x):
         for stream in (side, current()):
             overwrite(stream, first)
-        loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
 
-    return step
+    return trains(k, forward, first, second, between=between)
 
 
 @training("the forward frees a saved value that the backward computes again; eager keeps it until then")
 def train_recomputed_memory(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -1200,13 +1036,7 @@ def train_recomputed_memory(k: Kit) -> Any:
         join(side)
         return (sleep(weight) * a).sum()
 
-    def step(x):
-        loss = forward(x)
-        overwrite(side, weight)
-        loss.backward()
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, between=lambda x: overwrite(side, weight))
 
 
 def _saves_an_update(k: Kit, side: torch.Stream) -> Any:
@@ -1228,14 +1058,7 @@ def _saves_an_update(k: Kit, side: torch.Stream) -> Any:
 def train_saved_update(k: Kit) -> Any:
     side = k.stream()
     forward, weight = _saves_an_update(k, side)
-
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        overwrite(side, weight)
-        return loss.detach(), take_gradients(weight)
-
-    return step
+    return training_step(k, forward, weight, leaves=0, after=lambda: overwrite(side, weight))
 
 
 @training("the same without a backward: what the forward saved is freed with the loss")
@@ -1284,11 +1107,9 @@ def train_gradient_through_view(k: Kit) -> Any:
 
 @training("a backward computes in the memory of a saved value, which a side stream of the forward still reads")
 def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
     seen = torch.zeros_like(weight, requires_grad=False)
 
-    @k.compile
     def forward(x):
         a = x + 1
         fork(side)
@@ -1296,73 +1117,47 @@ def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
             seen.copy_(sleep(a))
         return (weight * a).sum()
 
-    def step(x):
-        loss = forward(x)
-        loss.backward()
-        join(side)
-        return loss.detach(), seen.clone(), take_gradients(weight)
-
-    return step
+    return trains(k, forward, weight, leaves=0, after=lambda: clone_joined(seen, side))
 
 
 # ---- callers
 
 
-@training("backward is called under another stream than the forward")
-def train_backward_under_other_stream(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+@training("backward is called under another stream than the forward", forward=one_branch)
+def train_backward_under_other_stream(forward, weight, other, /, x):
+    x = leaf(x)
+    loss = forward(x)
+    fork(other)
+    with torch.cuda.stream(other):
+        loss.backward()
+        seen = [x.grad * 1, weight.grad * 1]
+    join(other)
+    take_gradients(x, weight)
+    return loss.detach(), seen
 
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return (a * x).sum()
 
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        other.wait_stream(current())
-        with torch.cuda.stream(other):
+@training("forward and backward are called by another thread, after one of this thread", forward=one_branch)
+def train_in_another_thread(forward, weight, /, x):
+    mine, theirs = leaf(x), leaf(x * 2)
+    loss = forward(mine)
+    stream, seen = current(), []
+
+    def run():
+        with torch.cuda.stream(stream):
+            other = forward(theirs)
+            other.backward()
             loss.backward()
-            seen = [x.grad * 1, weight.grad * 1]
-        join(other)
-        take_gradients(x, weight)
-        return loss.detach(), seen
+            seen.append(other.detach())
 
-    return step
-
-
-@training("forward and backward are called by another thread, after one of this thread")
-def train_in_another_thread(k: Kit) -> Any:
-    forward, weight = product(k)
-
-    def step(x):
-        mine, theirs = leaf(x), leaf(x * 2)
-        loss = forward(mine)
-        stream, seen = current(), []
-
-        def run():
-            with torch.cuda.stream(stream):
-                other = forward(theirs)
-                other.backward()
-                loss.backward()
-                seen.append(other.detach())
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return loss.detach(), seen, take_gradients(mine, theirs, weight)
-
-    return step
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return loss.detach(), seen, take_gradients(mine, theirs, weight)
 
 
 @training("the event that the forward waits for is recorded again before the backward, which must not wait for it")
 def train_event_of_the_caller(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, other, sleep, weight = k.stream(), k.stream(), k.sleep, *trained(k, 1)
     ready = torch.cuda.Event()
 
     @k.compile
@@ -1390,22 +1185,13 @@ def train_event_of_the_caller(k: Kit) -> Any:
     tensors(*[whole_numbers(64, 64, pinned=True, on="cpu")] * 3),
 )
 def train_prefetch_loop(k: Kit) -> Any:
-    copy, side, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
+    copy = k.stream()
+    forward, first, second = two_branches(k, lambda a, b: (a * b).sum())
 
+    @k.compile
     def fetch(x):
         with torch.cuda.stream(copy):
             return x.to("cuda", non_blocking=True)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return (a * b).sum()
-
-    fetch, forward = k.compile(fetch), k.compile(forward)
 
     def step(*batches):
         losses = []

@@ -6,17 +6,20 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import Kit, matrices
+from stream_programs._program import fork, join, Kit, matrices
 from stream_programs.training import (
-    fork,
-    gradient_memory,
-    join,
+    accumulates,
     leaf,
-    product,
-    saved_memory,
+    one_branch,
+    residual_layer,
     take_gradients,
+    train_gradient_memory,
+    train_saved_memory,
     trained,
     training,
+    training_step,
+    two_branches,
+    update_in_backward,
 )
 
 
@@ -27,33 +30,22 @@ def compiled_backward(k: Kit, **options: Any) -> Any:
     return torch._dynamo.compiled_autograd._enable(k.compiler, **options)
 
 
+def with_compiled_backward(k: Kit, **options: Any) -> Kit:
+    """The kit, whose steps have compiled autograd run their backwards."""
+    k.engine = functools.partial(compiled_backward, k, **options)
+    return k
+
+
 @training("compiled autograd traces the backward, whose streams have other numbers in that graph")
 def train_compiled_autograd(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        join(side)
-        return (a @ second).sum()
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        with compiled_backward(k):
-            loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
-
-    return step
+    forward, first = one_branch(k, lambda a, x: (a @ second).sum())
+    (second,) = trained(k, 1)
+    return training_step(with_compiled_backward(k), forward, first, second)
 
 
 @training("compiled autograd: two branches, of which one is on a side stream, with fixed shapes", matrices(2))
 def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     @k.compile
     def forward(x):
@@ -64,48 +56,22 @@ def train_compiled_autograd_of_two_branches(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    def step(*batches):
-        losses = []
-        for batch in batches:  # the second one's gradients are added to the first one's
-            loss = forward(batch)
-            with compiled_backward(k, dynamic=False):
-                loss.backward()
-            losses.append(loss.detach())
-        return losses, take_gradients(first, second)
-
-    return step
+    return accumulates(with_compiled_backward(k, dynamic=False), forward, first, second)
 
 
 @training("compiled autograd: two functions in one graph, each with streams of its own, and eager code between them")
 def train_compiled_autograd_of_two_functions(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
+    (run_one, first), (run_two, second) = residual_layer(k, 2), residual_layer(k, 2)
 
-    def make(side, weight):
-        def forward(x):
-            fork(side)
-            with torch.cuda.stream(side):
-                a = sleep(x @ weight).relu().clamp(max=2)
-            join(side)
-            return a + x
+    def forward(x):
+        return run_two(run_one(x).clamp(-2, 2) * 2)  # a number that is saved: `upstream_fixes.wrapped_numbers`
 
-        return k.compile(forward)
-
-    run_one, run_two = make(one, first), make(two, second)
-
-    def step(x):
-        x = leaf(x)
-        y = run_two(run_one(x).clamp(-2, 2) * 2)  # a number that is saved: `upstream_fixes.wrapped_numbers`
-        with compiled_backward(k):
-            y.sum().backward()
-        return y.detach(), take_gradients(x, first, second)
-
-    return step
+    return training_step(with_compiled_backward(k), forward, first, second, loss=torch.sum)
 
 
 @training("compiled autograd: one function called three times, so its graph is copied three times", matrices(3))
 def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
-    forward, weight = product(k)
+    forward, weight = one_branch(k)
 
     def step(*batches):
         xs = [leaf(b) for b in batches]
@@ -118,26 +84,18 @@ def train_compiled_autograd_of_three_calls(k: Kit) -> Any:
 
 @training("compiled autograd: a saved value in a side stream's memory, read by the current stream and dropped there")
 def train_compiled_autograd_of_saved_memory(k: Kit) -> Any:
-    return saved_memory(k, functools.partial(compiled_backward, k))
+    return train_saved_memory.build(with_compiled_backward(k))
 
 
 @training("compiled autograd: the same with a gradient, which the current stream still reads when it is freed")
 def train_compiled_autograd_of_gradient_memory(k: Kit) -> Any:
-    return gradient_memory(k, functools.partial(compiled_backward, k))
+    return train_gradient_memory.build(with_compiled_backward(k))
 
 
 @training("compiled autograd runs on the stream of whoever calls backward, which nobody ordered after the forward's")
 def train_compiled_autograd_under_other_stream(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ weight).relu()
-        join(side)
-        return sleep(a * x).sum()
+    forward, weight = one_branch(k, lambda a, x: k.sleep(a * x).sum())
+    other = k.stream()
 
     def step(x):
         x = leaf(x)
@@ -154,25 +112,8 @@ def train_compiled_autograd_under_other_stream(k: Kit) -> Any:
 
 @training("compiled autograd: hooks before, between and after the compiled backwards, which read and change gradients")
 def train_compiled_autograd_with_hooks(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @torch.no_grad()
-    def update(parameter):
-        parameter.add_(parameter.grad.sign()).clamp_(-2, 2)
-        parameter.grad = None
-
-    for parameter in (first, second):
-        parameter.register_post_accumulate_grad_hook(update)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return a + b
+    forward, first, second = two_branches(k, lambda a, b: a + b)
+    update_in_backward(first, second)
 
     def step(x):
         x = leaf(x)

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from stream_programs._program import Kit, matrices, tensors, whole_numbers
+from stream_programs._program import fork, join, Kit, matrices, tensors, whole_numbers
+from stream_programs.hazards import loaded, MISALIGNED
 from stream_programs.training import (
+    clone_of_last,
     current,
-    fork,
-    join,
     leaf,
-    overwrite,
-    product,
+    one_branch,
+    reads_gradient_late,
     take_gradients,
     trained,
     training,
+    training_step,
     trains,
+    two_branches,
 )
 
 
@@ -28,8 +30,7 @@ from stream_programs.training import (
 
 def _mutates(k: Kit, joined: Any) -> Any:
     """A step whose forward mutates its second argument on a side stream, long after it has launched all the rest."""
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def forward(x, cache):
         fork(side)
@@ -39,7 +40,7 @@ def _mutates(k: Kit, joined: Any) -> Any:
         joined(side)
         return y
 
-    return trains(k, forward, weight, leaves=0, updates=True)
+    return trains(k, forward, weight, leaves=0, between=clone_of_last)
 
 
 @training(
@@ -105,10 +106,8 @@ def train_mutated_buffer_and_parameter(k: Kit) -> Any:
     tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16, low=-1, high=1)),
 )
 def train_kv_cache_then_forked_layer(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    gate_weight, weight = trained(k, 2, 16, 16)
+    side, sleep, gate_weight, weight = k.stream(), k.sleep, *trained(k, 2, 16, 16)
 
-    @k.compile
     def forward(cache, token):
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         cache[:, 5:6].copy_(sleep(token))
@@ -121,13 +120,7 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
         end.wait()
         return (scores * gate).sum()
 
-    def step(cache, token):
-        loss = forward(cache, token)
-        seen = cache.clone()
-        loss.backward()
-        return loss.detach(), seen, take_gradients(gate_weight, weight)
-
-    return step
+    return trains(k, forward, gate_weight, weight, leaves=0, between=lambda cache, token: cache.clone())
 
 
 @training(
@@ -135,7 +128,7 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
     matrices(2),
     weights=1,
     leaves=0,
-    updates=True,
+    between=clone_of_last,
 )
 def train_input_read_then_mutated(weight, reader, writer, sleep, /, x, cache):
     fork(reader)
@@ -153,8 +146,7 @@ def train_input_read_then_mutated(weight, reader, writer, sleep, /, x, cache):
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
 def train_update_of_an_earlier_result(k: Kit) -> Any:
-    side, other, sleep = k.stream(), k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, other, sleep, weight = k.stream(), k.stream(), k.sleep, *trained(k, 1)
     updated = torch.cuda.Event()
 
     def forward(x):
@@ -179,8 +171,7 @@ def train_update_of_an_earlier_result(k: Kit) -> Any:
 
 @training("a stream in a local variable becomes a context at a graph break (#187472, #183504)", fullgraph=False)
 def train_stream_across_graph_break(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+    side, sleep, first, second = k.stream(), k.sleep, *trained(k, 2)
 
     def forward(x):
         mine = side
@@ -199,15 +190,9 @@ def train_stream_across_graph_break(k: Kit) -> Any:
 # ---- memory, fusion and passes
 
 
-def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
-    offset = 1 if generator.initial_seed() % 3 == 2 else 0
-    base = torch.randint(-2, 3, (64 * 64 + 4,), generator=generator).float().to(device)
-    return base[offset : offset + 64 * 64].view(64, 64)
-
-
 @training(
     "a misaligned input is saved and read by several streams in forward and backward (#187224)",
-    tensors(_sometimes_misaligned),
+    MISALIGNED,
     weights=2,
     leaves=0,
 )
@@ -222,13 +207,9 @@ def train_misaligned_input(first, second, one, two, sleep, /, x):
     return (a + b + c).sum()
 
 
-@training(
-    "a misaligned input that a loader fills is saved, and recorded in forward and backward",
-    tensors(_sometimes_misaligned),
-)
+@training("a misaligned input that a loader fills is saved, and recorded in forward and backward", MISALIGNED)
 def train_misaligned_prefetch(k: Kit) -> Any:
-    loader, side, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
+    loader, side, sleep, first, second = k.stream(), k.stream(), k.sleep, *trained(k, 2)
 
     @k.compile
     def forward(x):
@@ -243,41 +224,20 @@ def train_misaligned_prefetch(k: Kit) -> Any:
         join(side)
         return (a + b).sum()
 
-    def step(source):
-        fork(loader)
-        with torch.cuda.stream(loader):
-            offset = source.storage_offset()
-            x = torch.empty(offset + source.numel(), device=source.device)[offset:].view(source.shape)
-            x.copy_(sleep(source))
-        loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(first, second)
-
-    return step
+    return training_step(k, lambda source: forward(loaded(source, loader, sleep)), first, second, leaves=0)
 
 
-@training("a gradient that comes in misaligned is read by two streams", matrices(1))
-def train_misaligned_gradient(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    @k.compile
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        b = x @ second
-        join(side)
-        return a + b
-
-    def step(x):
-        y = forward(x)
-        gradients = torch.cat([x.new_zeros(1), x.reshape(-1)])
-        for offset in (0, 1):
-            y.backward(gradients[offset : offset + 4096].view(64, 64), retain_graph=not offset)
-        return y.detach(), take_gradients(first, second)
-
-    return step
+@training(
+    "a gradient that comes in misaligned is read by two streams",
+    matrices(1),
+    forward=lambda k: two_branches(k, lambda a, b: a + b),
+)
+def train_misaligned_gradient(forward, first, second, /, x):
+    y = forward(x)
+    gradients = torch.cat([x.new_zeros(1), x.reshape(-1)])
+    for offset in (0, 1):
+        y.backward(gradients[offset : offset + 4096].view(64, 64), retain_graph=not offset)
+    return y.detach(), take_gradients(first, second)
 
 
 @training(
@@ -312,10 +272,8 @@ class _Kept(torch.autograd.Function):
 
 @training("a gradient that is a saved value in a side stream's memory is freed while the current stream reads it")
 def train_saved_value_as_gradient(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, weight = k.stream(), *trained(k, 1)
 
-    @k.compile
     def forward(x):
         fork(side)
         with torch.cuda.stream(side):
@@ -323,21 +281,12 @@ def train_saved_value_as_gradient(k: Kit) -> Any:
         join(side)
         return loss
 
-    def step(x):
-        forward(x).backward()
-        (gradient,) = take_gradients(weight)
-        seen = sleep(gradient) * 2
-        del gradient
-        overwrite(side, weight)
-        return seen
-
-    return step
+    return reads_gradient_late(k, forward, side, weight)
 
 
 @training("the same, and the forward leaves it to the caller to join the side stream")
 def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     @k.compile
     def forward(x):
@@ -353,27 +302,26 @@ def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
     return step
 
 
-@training("the current stream is entered in a hook that packs saved tensors (prime-rl #3458)", fullgraph=False)
-def train_current_stream_in_pack_hook(k: Kit) -> Any:
-    forward, weight = product(k)
-
+@training(
+    "the current stream is entered in a hook that packs saved tensors (prime-rl #3458)",
+    fullgraph=False,
+    forward=one_branch,
+)
+def train_current_stream_in_pack_hook(forward, weight, /, x):
     def pack(t):
         with torch.cuda.stream(current()):
             return t * 1
 
-    def step(x):
-        x = leaf(x)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = forward(x)
-        loss.backward()
-        return loss.detach(), take_gradients(x, weight)
-
-    return step
+    x = leaf(x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = forward(x)
+    loss.backward()
+    return loss.detach(), take_gradients(x, weight)
 
 
 @training(
     "on cuda:1 the raw handle overwrites the user's stream of the same name (#182084)",
-    tensors(lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    tensors(whole_numbers(64, 64, on="cuda:1")),
     devices=2,
 )
 def train_on_second_device(k: Kit) -> Any:

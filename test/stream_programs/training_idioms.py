@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 import threading
 from typing import Any
 
@@ -10,8 +9,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
-from stream_programs._program import Kit, matrices
-from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training, trains
+from stream_programs._program import fork, join, Kit, matrices
+from stream_programs.python_idioms import settings_of_the_overlay
+from stream_programs.training import (
+    accumulates,
+    current,
+    leaf,
+    make_whole,
+    signs,
+    take_gradients,
+    trained,
+    training,
+    trains,
+)
 
 
 def _two_branches(k: Kit, weights: list[torch.Tensor]) -> Any:
@@ -72,29 +82,24 @@ def train_module_hooks(k: Kit) -> Any:
     return step
 
 
-@training("a hook on a value inside of the compiled function changes its gradient, on the value's stream")
-def train_hook_inside(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
 
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 2
 
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = Doubled.apply(sleep(x @ first)).relu()
-        b = Doubled.apply(x @ second)
-        join(side)
-        return (a - b).sum()
-
-    return trains(k, forward, first, second)
+@training("a hook on a value inside of the compiled function changes its gradient, on the value's stream", weights=2)
+def train_hook_inside(first, second, side, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = _Doubled.apply(sleep(x @ first)).relu()
+    b = _Doubled.apply(x @ second)
+    join(side)
+    return (a - b).sum()
 
 
 @training("a hook after accumulation hands the gradient to a stream of its own, as a reducer does")
@@ -131,7 +136,6 @@ def train_reducer_in_hook(k: Kit) -> Any:
 def train_fused_optimizer_in_backward(k: Kit) -> Any:
     first, second = trained(k, 2)
     forward = k.compile(_two_branches(k, [first, second]))
-    # A step of 1/16: weights are whole at the beginning of each call, and stay exact.
     fused = not _is_fake(first)  # the fused kernel knows no fake tensors
     optimizers = {p: torch.optim.SGD([p], lr=2.0**-4, fused=fused) for p in (first, second)}
 
@@ -143,9 +147,7 @@ def train_fused_optimizer_in_backward(k: Kit) -> Any:
         parameter.register_post_accumulate_grad_hook(update)
 
     def step(x):
-        with torch.no_grad():
-            first.round_().clamp_(-2, 2)
-            second.round_().clamp_(-2, 2)
+        make_whole(first, second)
         loss = forward(x).sum()
         loss.backward()
         return loss.detach(), first.detach().clone(), second.detach().clone()
@@ -169,9 +171,7 @@ def train_compiled_optimizer(k: Kit) -> Any:
             join(side)
 
     def step(x):
-        with torch.no_grad():
-            first.round_().clamp_(-2, 2)
-            second.round_().clamp_(-2, 2)
+        make_whole(first, second)
         loss = forward(x).sum()
         loss.backward()
         update()
@@ -184,24 +184,18 @@ def train_compiled_optimizer(k: Kit) -> Any:
 # ---- checkpoints
 
 
-@training("a block is checkpointed inside of a stream's context", tolerance=1e-4)
-def train_checkpoint_in_stream_context(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
+@training("a block is checkpointed inside of a stream's context", tolerance=1e-4, weights=2)
+def train_checkpoint_in_stream_context(first, second, side, sleep, /, x):
     def block(x):
         return sleep((x @ first).relu().clamp(max=2)) @ second
 
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = checkpoint(block, x, use_reentrant=False)
-            a = checkpoint(block, a.clamp(-1, 1), use_reentrant=True)
-        b = x * 2
-        join(side)
-        return (a * b).sum()
-
-    return trains(k, forward, first, second)
+    fork(side)
+    with torch.cuda.stream(side):
+        a = checkpoint(block, x, use_reentrant=False)
+        a = checkpoint(block, a.clamp(-1, 1), use_reentrant=True)
+    b = x * 2
+    join(side)
+    return (a * b).sum()
 
 
 def _saves_products(ctx, operation, *args, **kwargs):
@@ -234,7 +228,7 @@ def train_selective_checkpoint(k: Kit) -> Any:
 
 @training("half precision, a scaler, and a gradient clipped by its norm", matrices(1, low=-1, high=1), tolerance=1e-2)
 def train_half_precision(k: Kit) -> Any:
-    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
+    first, second = signs(k, 2)
     inner = _two_branches(k, [first, second])
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
     optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
@@ -263,8 +257,7 @@ def train_half_precision(k: Kit) -> Any:
 
 @training("torch.func.grad inside of the compiled function, whose gradient is taken again", tolerance=1e-4)
 def train_gradient_of_gradient(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    (weight,) = trained(k, 1)
+    side, sleep, weight = k.stream(), k.sleep, *trained(k, 1)
 
     def inner(x):
         return ((x @ weight).clamp(-2, 2) * x * x).sum()
@@ -301,8 +294,7 @@ def train_gradients_in_parts(k: Kit) -> Any:
 
 @training("two batches at once: each has a stream of its own, and both meet in the parameters", matrices(4))
 def train_two_batches_at_once(k: Kit) -> Any:
-    one, two, sleep = k.stream(), k.stream(), k.sleep
-    first, second = trained(k, 2)
+    one, two, sleep, first, second = k.stream(), k.stream(), k.sleep, *trained(k, 2)
 
     @k.compile
     def forward(x, y):
@@ -314,15 +306,8 @@ def train_two_batches_at_once(k: Kit) -> Any:
         join(one, two)
         return losses[0] + losses[1]
 
-    def step(*batches):
-        losses = []
-        for i in (0, 2):
-            loss = forward(batches[i], batches[i + 1])
-            loss.backward()
-            losses.append(loss.detach())
-        return losses, take_gradients(first, second)
-
-    return step
+    step = accumulates(k, lambda pair: forward(*pair), first, second)
+    return lambda *batches: step(batches[:2], batches[2:])
 
 
 @training("four frames of two functions are alive at once, and their backwards interleave in one call", matrices(2))
@@ -382,8 +367,6 @@ def train_two_threads(k: Kit) -> Any:
 
 def _annotated_step(k: Kit, **settings: Any) -> Any:
     side, first, second = k.stream(), *trained(k, 2)
-    forms = ("torch_overlay.config", "torch._overlay.config")
-    config = next(filter(None, map(sys.modules.get, forms)), None)  # on stock there is none
 
     class Branch:
         def __init__(self, weight):
@@ -415,7 +398,7 @@ def _annotated_step(k: Kit, **settings: Any) -> Any:
 
     def step(x):
         x = leaf(x)
-        with config.patch(**settings) if config else contextlib.nullcontext():
+        with settings_of_the_overlay(**settings):
             loss = forward(x)
             loss.backward()
         return loss.detach(), take_gradients(x, first, second)

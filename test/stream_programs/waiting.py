@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stream_programs._program import joins_all, Kit, program, synchronizes, tensors, whole_numbers
+from stream_programs._program import fork, join, joins_all, Kit, program, synchronizes, tensors, whole_numbers
 
 
 # ---- host synchronisation
@@ -16,7 +16,7 @@ from stream_programs._program import joins_all, Kit, program, synchronizes, tens
 
 @program("the host reads a pinned copy before its event has happened (#189096)", host_reads=True)
 def event_synchronize_before_host_read(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(x) * 2
         host = a.to("cpu", non_blocking=True)
@@ -27,7 +27,7 @@ def event_synchronize_before_host_read(side, sleep, /, x):
 
 @program("the host reads a pinned copy before the stream is done (#189096)", host_reads=True)
 def stream_synchronize_before_host_read(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         host = (sleep(x) * 2).to("cpu", non_blocking=True)
     side.synchronize()
@@ -36,7 +36,7 @@ def stream_synchronize_before_host_read(side, sleep, /, x):
 
 @program("the host reads a pinned copy before the device is done (#189096)", host_reads=True)
 def device_synchronize_before_host_read(side, sleep, /, x):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         host = (sleep(x) * 2).to("cpu", non_blocking=True)
     torch.cuda.synchronize()
@@ -50,7 +50,7 @@ def device_synchronize_before_host_read(side, sleep, /, x):
     host_reads=True,
 )
 def synchronized_copy_into_input(side, sleep, /, x, host):
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         host.copy_(sleep(x) * 2, non_blocking=True)
     side.synchronize()
@@ -58,19 +58,13 @@ def synchronized_copy_into_input(side, sleep, /, x, host):
 
 
 @program("a query is answered while tracing; it must be the run's answer", host_reads=True)
-def queries_after_synchronize(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    done = torch.cuda.Event()
-
-    def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            a = sleep(x) * 2
-            done.record()
-        side.synchronize()
-        return a, done.query(), side.query()
-
-    return fn
+def queries_after_synchronize(side, done: torch.cuda.Event, sleep, /, x):
+    fork(side)
+    with torch.cuda.stream(side):
+        a = sleep(x) * 2
+        done.record()
+    side.synchronize()
+    return a, done.query(), side.query()
 
 
 @program(
@@ -83,7 +77,7 @@ def elapsed_time_inside(k: Kit) -> Any:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
+        fork(side)
         with torch.cuda.stream(side):
             start.record()
             a = sleep(x) @ x
@@ -107,7 +101,7 @@ def _asks_elapsed_time(instance, inputs, outputs):
 )
 def elapsed_time_outside(side, sleep, /, x):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    side.wait_stream(torch.cuda.current_stream())
+    fork(side)
     with torch.cuda.stream(side):
         start.record()
         a = sleep(x) @ x
@@ -117,11 +111,10 @@ def elapsed_time_outside(side, sleep, /, x):
 
 @program("a branch on a query breaks the graph, and says why", fullgraph=False, host_reads=True)
 def branch_on_query(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    done = torch.cuda.Event()
+    side, sleep, done = k.stream(), k.sleep, torch.cuda.Event()
 
     def fn(x):
-        side.wait_stream(torch.cuda.current_stream())
+        fork(side)
         with torch.cuda.stream(side):
             a = sleep(x) * 2
             done.record()
@@ -154,15 +147,14 @@ def _size_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
     def fn(x):
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
+        fork(side)
         with torch.cuda.stream(side):
             y = sleep(x).abs()
             places = y.nonzero()
             largest = y[y > 1]
             ones = y.new_ones(y.amax().long().item())
         b = x * 2
-        current.wait_stream(side)
+        join(side)
         return places + 1, largest.sum() + b, ones * 2
 
     return fn
@@ -195,20 +187,18 @@ def download_behind_an_event_of_an_earlier_graph(sleep, /, x):
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
 )
 def pinned_to_device(side, sleep, /, x, batch):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = sleep(batch.to("cuda", non_blocking=True))
     b = x * 2
-    current.wait_stream(side)
+    join(side)
     return a @ b
 
 
 @program("a device tensor copied to the host on a side stream: the caller waits", finish=synchronizes, host_reads=True)
 def device_to_pinned(side, sleep, /, x):
-    current = torch.cuda.current_stream()
     a = sleep(x) @ x
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         host = a.to("cpu", non_blocking=True)
     return host, a + 1
@@ -221,16 +211,15 @@ def device_to_pinned(side, sleep, /, x):
     host_reads=True,
 )
 def copies_both_ways(upload, download, sleep, /, batch, result):
-    current = torch.cuda.current_stream()
-    upload.wait_stream(current)
+    fork(upload)
     with torch.cuda.stream(upload):
         x = sleep(batch.to("cuda", non_blocking=True))
-    current.wait_stream(upload)
+    join(upload)
     y = x @ x
-    download.wait_stream(current)
+    fork(download)
     with torch.cuda.stream(download):
         result.copy_(sleep(y), non_blocking=True)
-    current.wait_stream(download)
+    join(download)
     return y + 1
 
 
@@ -240,14 +229,13 @@ def copies_both_ways(upload, download, sleep, /, batch, result):
     host_reads=True,
 )
 def cpu_work_between(side, sleep, /, x, h):
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
+    fork(side)
     with torch.cuda.stream(side):
         a = (sleep(x) * 2).cpu()
     b = (a + h) * 3
     with torch.cuda.stream(side):
         c = b.to("cuda") + x
-    current.wait_stream(side)
+    join(side)
     return c, h + 1
 
 
@@ -258,13 +246,13 @@ def cpu_work_between(side, sleep, /, x, h):
 def only_cpu_work_in_stream(side, /, h):
     with torch.cuda.stream(side):
         a = h * 2
-    torch.cuda.current_stream().wait_stream(side)
+    join(side)
     return a + torch.ones(8, 8)
 
 
 @program("a constant returned after wait_stream: names that don't exist (#194234)", tensors())
 def constant_after_wait(side, /):
-    torch.cuda.current_stream().wait_stream(side)
+    join(side)
     return 3
 
 
@@ -291,29 +279,23 @@ def prefetch_without_waiting(copies, sleep, /, x, batch):
     "the chapter's loop: while one batch is computed the next one is copied",
     tensors(*[whole_numbers(64, 64, pinned=True, low=-1, high=1)] * 4),
 )
-def prefetch_loop(k: Kit) -> Any:
-    copies, sleep = k.stream(), k.sleep
-    weight = k.parameter(64, 64)
+def prefetch_loop(copies, weight: torch.Tensor, sleep, /, *batches):
+    current = torch.cuda.current_stream()
+    total = torch.zeros(64, 64, device="cuda")
 
-    def fn(*batches):
-        current = torch.cuda.current_stream()
-        total = torch.zeros(64, 64, device="cuda")
+    def load(batch):
+        with torch.cuda.stream(copies):
+            return sleep(batch.to("cuda", non_blocking=True)), copies.record_event()
 
-        def load(batch):
-            with torch.cuda.stream(copies):
-                return sleep(batch.to("cuda", non_blocking=True)), copies.record_event()
-
-        ahead = load(batches[0])
-        for i in range(len(batches)):
-            x, arrived = ahead
-            if i + 1 < len(batches):
-                ahead = load(batches[i + 1])
-            current.wait_event(arrived)
-            x.record_stream(current)
-            total = total + (x @ weight).relu()
-        return total
-
-    return fn
+    ahead = load(batches[0])
+    for i in range(len(batches)):
+        x, arrived = ahead
+        if i + 1 < len(batches):
+            ahead = load(batches[i + 1])
+        current.wait_event(arrived)
+        x.record_stream(current)
+        total = total + (x @ weight).relu()
+    return total
 
 
 @program(
@@ -321,42 +303,25 @@ def prefetch_loop(k: Kit) -> Any:
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
     finish=joins_all,
 )
-def prefetch_for_next_call(k: Kit) -> Any:
-    copies, sleep = k.stream(), k.sleep
-    weight = k.parameter(64, 64)
-
-    def fn(x, batch):
-        copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copies):
-            ahead = sleep(batch.to("cuda", non_blocking=True))
-        return (x @ weight).relu(), ahead
-
-    return fn
+def prefetch_for_next_call(copies, weight: torch.Tensor, sleep, /, x, batch):
+    fork(copies)
+    with torch.cuda.stream(copies):
+        ahead = sleep(batch.to("cuda", non_blocking=True))
+    return (x @ weight).relu(), ahead
 
 
 @program(
     "host memory copied from while the caller may refill it: it may only after the event",
     tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
-    finish=lambda instance, inputs, outputs: _refill(inputs, outputs),
+    finish=lambda instance, inputs, outputs: (inputs[1].fill_(100), outputs),
     host_reads=True,
 )
-def source_refilled_after_event(k: Kit) -> Any:
-    copies, sleep = k.stream(), k.sleep
-    done = torch.cuda.Event()
-
-    def fn(x, batch):
-        current = torch.cuda.current_stream()
-        copies.wait_stream(current)
-        with torch.cuda.stream(copies):
-            a = sleep(x + 0).copy_(batch, non_blocking=True)
-            done.record()
-        current.wait_event(done)
-        done.synchronize()
-        return a + x
-
-    return fn
-
-
-def _refill(inputs: tuple, outputs: Any) -> Any:
-    inputs[1].fill_(100)
-    return outputs
+def source_refilled_after_event(copies, done: torch.cuda.Event, sleep, /, x, batch):
+    current = torch.cuda.current_stream()
+    copies.wait_stream(current)
+    with torch.cuda.stream(copies):
+        a = sleep(x + 0).copy_(batch, non_blocking=True)
+        done.record()
+    current.wait_event(done)
+    done.synchronize()
+    return a + x

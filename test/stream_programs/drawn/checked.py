@@ -178,6 +178,3 @@ def check_compiled(
     if wrong:
         raise Wrong(wrong[0][0], "\n".join(text for _, text in wrong))
     return found
-
-
-__all__ = ["check_compiled", "findings", "Invalid", "report", "Wrong"]

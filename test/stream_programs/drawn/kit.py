@@ -148,17 +148,8 @@ def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
 current: Any = None  # for linters: programs that are found name it, and their text has the stream
 double, both, add_to = (getattr(torch.ops.overlay_test, name) for name in ("double", "both", "add_to"))
 
-SCOPE: dict[str, Any] = {
-    "torch": torch,
-    "F": F,
-    "double": double,
-    "both": both,
-    "add_to": add_to,
-    "scaled_into": scaled_into,
-    "weight": weight,
-    "calls": calls,
-    "trains": trains,
-}
+SCOPE: dict[str, Any] = {"torch": torch, "F": F, "double": double, "both": both, "add_to": add_to}
+SCOPE |= {"scaled_into": scaled_into, "weight": weight, "calls": calls, "trains": trains}
 
 
 def inputs_of(*names: str, misaligned: int = 0) -> Callable[[str, torch.Generator], Inputs]:
@@ -186,6 +177,3 @@ def as_program(written: Written, name: str) -> Program:
         ordered=True,
         group="drawn",
     )
-
-
-__all__ = ["as_program", "inputs_of", "SCOPE", "weight"]

@@ -51,26 +51,8 @@ def check_mode(program: Program, mode: str, seeds: int) -> None:
             for number, calls in enumerate(bursts):
                 draw = random.Random(number)
                 _ops.stretch = 0.3 if number == 0 else draw.choice((0.05, 0.2, 0.5))
-                _burst(program, compiled, list(calls), expected, draw, other_stream=number % 3 == 2)
+                gpu.burst(compiled, calls, expected, draw, number % 3 == 2, LENGTHS)
     finally:
         torch.cuda.synchronize()
         _ops.stretch = 1.0
         torch._dynamo.reset()
-
-
-def _burst(
-    program: Program, compiled: Any, calls: list[int], expected: Any, draw: random.Random, other_stream: bool
-) -> None:
-    prepared = [gpu._prepare(program, seed) for seed in calls]
-    torch.cuda.synchronize()
-    with gpu._other_current_stream(other_stream):
-        for call, late in prepared:
-            gpu._run_late(compiled, call, late, draw, LENGTHS)
-    torch.cuda.synchronize()
-    for call, _ in prepared:
-        outputs, after = expected[call.seed]
-        gpu._compare(program, f"call {call.seed}, output", outputs, gpu._to_host(call.seen))
-        gpu._compare(program, f"call {call.seed}, input afterwards", after, gpu._to_host(gpu._values(call.inputs)))
-
-
-__all__ = ["check_mode", "MODES"]

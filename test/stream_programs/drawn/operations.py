@@ -16,7 +16,6 @@ from typing import Any
 SIZE = 32
 FULL = (SIZE, SIZE)
 LOADED = ("x", "y", "state", "z")  # arguments that the caller may fill on a side stream
-SHAPES = {FULL: "matrix", (1, SIZE): "row", (SIZE, 1): "column", (): "number"}
 
 
 def same(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -122,8 +121,6 @@ OPERATIONS = (
         "both({a}.detach(), {b}.detach())", 2, listed, lambda *bounds: 2 * max(bounds), gradient=False, gives="l"
     ),
 )
-
-BY_TEXT = {operation.text: operation for operation in OPERATIONS}
 
 
 @dataclass(frozen=True)
@@ -331,19 +328,3 @@ MORE_VIEWS = (
     View("{a}.diagonal().unsqueeze(0)", (1, SIZE)),
     View("{a}.unflatten(0, (2, 16))[1]", (16, SIZE)),
 )
-
-__all__ = [
-    "CLAMPS",
-    "FILLS",
-    "FULL",
-    "LOADED",
-    "MORE_OPERATIONS",
-    "MORE_UPDATES",
-    "MORE_VIEWS",
-    "Operation",
-    "OPERATIONS",
-    "SHAPES",
-    "SIZE",
-    "UPDATES",
-    "VIEWS",
-]

@@ -13,7 +13,6 @@ HOST = -1
 CURRENT = 0
 
 Clock = dict[int, int]  # stream -> its last position that is known to be over
-Place = tuple[int, int]  # stream and position
 
 
 @dataclass
@@ -106,6 +105,3 @@ class Order:
         return [
             name for name, (_, clock) in self.events.items() if all(clock.get(s, 0) >= p for s, p in needed.items())
         ]
-
-
-__all__ = ["Clock", "CURRENT", "HOST", "Order", "Storage"]

@@ -109,14 +109,9 @@ def smaller(spec: Spec) -> Iterator[Spec]:
         for begin in range(0, length, size):
             yield dataclasses.replace(spec, steps=spec.steps[:begin] + spec.steps[begin + size :])
         size //= 2
-    if spec.unjoined:
-        yield dataclasses.replace(spec, unjoined=False)
-    if spec.train:
-        yield dataclasses.replace(spec, train=False)
-    if spec.misaligned:
-        yield dataclasses.replace(spec, misaligned=False)
-    if spec.loader:
-        yield dataclasses.replace(spec, loader=0)
+    for name in ("unjoined", "train", "misaligned", "loader"):
+        if getattr(spec, name):
+            yield dataclasses.replace(spec, **{name: getattr(Spec, name)})  # its default
     if spec.streams > 1:
         yield dataclasses.replace(spec, streams=spec.streams - 1)
     for i, step in enumerate(spec.steps):
@@ -124,6 +119,3 @@ def smaller(spec: Spec) -> Iterator[Spec]:
             if step[j]:
                 changed = (*step[:j], 0, *step[j + 1 :])
                 yield dataclasses.replace(spec, steps=(*spec.steps[:i], changed, *spec.steps[i + 1 :]))
-
-
-__all__ = ["random_spec", "smaller", "Spec", "specs", "Step"]

@@ -6,7 +6,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from unittest import mock
 
 import torch
@@ -152,19 +152,7 @@ PROGRAM = """\\
 
 {marks}
 def test_{name}() -> None:
-    written = Written(
-        PROGRAM,
-        inputs={inputs!r},
-        train={train},
-        random={random},
-        unjoined={unjoined},
-        host={host},
-        fullgraph={fullgraph},
-        host_waits={host_waits},
-        host_blocks={host_blocks},
-        misaligned={misaligned},
-        loads={loads},
-    )
+    written = Written(PROGRAM, **{facts})
     verdict = judge(written, ["{mode}"], on_gpu={on_gpu})
     assert verdict is None, verdict.text
 '''
@@ -172,6 +160,7 @@ def test_{name}() -> None:
 
 def as_test(written: Written, verdict: Verdict, origin: str, name: str, on_gpu: bool) -> str:
     """A test that fails as long as the program does. It may lie anywhere below the repository."""
+    facts = {name: value for name, value in asdict(written).items() if name != "text"}
     reason = textwrap.shorten(verdict.text.replace("\\", "/").replace('"""', "'''"), 1500, placeholder=" ...")
     return TEST.format(
         origin=origin,
@@ -181,17 +170,5 @@ def as_test(written: Written, verdict: Verdict, origin: str, name: str, on_gpu: 
         marks="import pytest\n\n\n@pytest.mark.gpu" if on_gpu else "",
         name=name,
         on_gpu=on_gpu,
-        inputs=written.inputs,
-        train=written.train,
-        random=written.random,
-        unjoined=written.unjoined,
-        host=written.host,
-        fullgraph=written.fullgraph,
-        host_waits=written.host_waits,
-        host_blocks=written.host_blocks,
-        misaligned=written.misaligned,
-        loads=written.loads,
+        facts=facts,
     )
-
-
-__all__ = ["COMPILED", "judge", "shrink", "as_test", "Verdict"]

@@ -38,6 +38,3 @@ def unwritten(operations: Iterable[Operation]) -> list[str]:
                         for start, end in pieces(access.view):
                             memory[start:end] = b"\1" * (end - start)
     return list(found)
-
-
-__all__ = ["pieces", "unwritten"]

@@ -31,6 +31,10 @@ from stream_programs.drawn.steps import Spec, Step
 
 MAX_BOUND = 64.0
 MAX_GAIN = 1024.0
+WHOLE = "{t}.copy_({s}, non_blocking=True)"
+ROWS = "{t}[4:20].copy_({s}[8:24], non_blocking=True)"
+ROW = "{t}[3].copy_({s}[5], non_blocking=True)"
+LISTS = "torch._foreach_copy_([{t}[2:4], {t}[8:20]], [{s}[6:8], {s}[12:24]], non_blocking=True)"
 CONJUGATES = ("{a}.conj()", "{a}.mH")
 ARGUMENTS = ("x", "y", "state", "z", "pinned", "out", "ready", "n")
 
@@ -97,9 +101,7 @@ class Writer:
         self.count = 0
         self.events = 0
         self.kept_events: set[str] = set()  # made outside of the function
-        self.returned: list[
-            Value
-        ] = []  # copies for which the host waits: compiled code makes them if somebody reads them
+        self.returned: list[Value] = []  # copies for which the host waits; compiled code makes those that are read
         self.random = self.graph_breaks = self.copies_to_host = False
         self.loader = spec.loader if spec.loader <= spec.streams else CURRENT
         if self.loader:
@@ -136,6 +138,12 @@ class Writer:
     def fresh(self) -> str:
         self.count += 1
         return f"v{self.count}"
+
+    def assign(self, text: str) -> str:
+        """The name of a new variable."""
+        name = self.fresh()
+        self.line(f"{name} = {text}")
+        return name
 
     # ---- order
 
@@ -217,8 +225,9 @@ class Writer:
         found = [v for v in self.recent(host) if not full or v.shape == FULL]
         return found[index % len(found)] if found else None
 
-    def made(self, name: str, shape: tuple[int, ...], bound: float, **fields: object) -> Value:
-        value = Value(name, Storage(self.stream, bound, names={name}), shape, **fields)  # type: ignore[arg-type]
+    def made(self, name: str, shape: tuple[int, ...], bound: float, where: int | None = None, **fields: Any) -> Value:
+        """A new value in memory of the stream, or of the host."""
+        value = Value(name, Storage(self.stream if where is None else where, bound, names={name}), shape, **fields)
         self.values.append(value)
         return value
 
@@ -234,9 +243,8 @@ class Writer:
         if operands is None:
             return
         self.ensure(self.stream, operands, [], style=a + b + c, allocates=True)
-        name = self.fresh()
         text, shape, bound, gradient, gain = self.apply(operation, operands, c)
-        self.line(f"{name} = {text}")
+        name = self.assign(text)
         rows = operation.rows and all(o.rows for o in operands)
         value = self.made(name, shape, bound, gradient=gradient, gain=gain, rows=rows, kind=operation.gives)
         value.storage.is_complex = operation.is_complex or operation.gives == "c"
@@ -354,15 +362,13 @@ class Writer:
         if source is None:
             return
         self.ensure(self.stream, [], [], style=a, allocates=True)
-        name = self.fresh()
-        self.line(f'{name} = torch.empty(32, 32, device="cuda")')
+        name = self.assign('torch.empty(32, 32, device="cuda")')
         value = self.made(name, FULL, min(2 * source.storage.bound, 4.0))
         self.order.launch(self.stream, [], [value.storage])  # what had the block before is over by then
         depth = len(self.stack)
         self.do_enter(c, b, b)
         self.ensure(self.stream, [source], [value], style=a + b + c, allocates=True)
-        given = f"{source.name}.detach()" if source.gradient else source.name
-        given = given if source.storage.bound <= 2 else f"{given}.clamp(-2, 2)"
+        given = source.detached if source.storage.bound <= 2 else f"{source.detached}.clamp(-2, 2)"
         fill = FILLS[a % len(FILLS)]
         self.line(fill.format(a=name, b=given))
         # Functionalization gives what `out=` fills the operand's strides, which eager doesn't.
@@ -386,8 +392,7 @@ class Writer:
             text = text.replace(".view(", ".reshape(")
             if view.shape != FULL:
                 return
-        name = self.fresh()
-        self.line(f"{name} = {text.format(a=base.name)}")
+        name = self.assign(text.format(a=base.name))
         self.use(base)
         base.storage.names.add(name)
         base.storage.is_complex |= view.gives == "c"
@@ -423,20 +428,17 @@ class Writer:
             self.synchronize(self.stream, missing, c)
         self.ensure(self.stream, [value], [], style=a + b + c)
         self.use(value)
-        detached = f"{value.name}.detach()" if value.gradient else value.name
         if copies == 2:
-            self.line(f"out.copy_({detached}, non_blocking=True)")
+            self.line(f"out.copy_({value.detached}, non_blocking=True)")
             self.use(self.out)
             self.out.storage.bound = value.storage.bound
             self.order.launch(self.stream, [value.storage], [self.out.storage])
             self.copies_to_host = True
             return
-        name = self.fresh()
-        self.line(f'{name} = {detached}.to("cpu", non_blocking=True)' if copies else f"{name} = {detached}.cpu()")
-        storage = Storage(HOST, value.storage.bound, names={name})
-        self.values.append(Value(name, storage, FULL, rows=value.rows))
-        self.returned.append(self.values[-1])
-        self.order.launch(self.stream, [value.storage], [storage])
+        name = self.assign(f'{value.detached}.to("cpu", non_blocking=True)' if copies else f"{value.detached}.cpu()")
+        made = self.made(name, FULL, value.storage.bound, HOST, rows=value.rows)
+        self.returned.append(made)
+        self.order.launch(self.stream, [value.storage], [made.storage])
         self.copies_to_host = True
         if not copies:
             self.order.wait_stream(HOST, self.stream)
@@ -444,22 +446,18 @@ class Writer:
     def do_copy_in(self, a: int, b: int, c: int) -> None:
         """Pinned memory is copied into a matrix, or into a part of it, and the host doesn't wait."""
         source = (self.pinned, self.out)[b % 2]
-        whole = "{t}.copy_({s}, non_blocking=True)"
         if a % 4 == 0:
             self.ensure(self.stream, [source], [], style=c, allocates=True)
-            name = self.fresh()
-            self.line(f'{name} = torch.empty(32, 32, device="cuda")')
+            name = self.assign('torch.empty(32, 32, device="cuda")')
             target = self.made(name, FULL, source.storage.bound)
-            text = whole
+            text = WHOLE
         else:
-            update = InPlace(whole, 1, largest, reads=a % 4 != 1, chains=False)
+            update = InPlace(WHOLE, 1, largest, reads=a % 4 != 1, chains=False)
             found = [v for v in self.recent() if self.writable(v, update) and not v.gradient]
             if not found:
                 return
             target = found[c % len(found)]
-            rows = ("{t}[4:20].copy_({s}[8:24], non_blocking=True)", "{t}[3].copy_({s}[5], non_blocking=True)")
-            lists = "torch._foreach_copy_([{t}[2:4], {t}[8:20]], [{s}[6:8], {s}[12:24]], non_blocking=True)"
-            text = (whole, rows[b // 2 % 2], lists)[a % 4 - 1]
+            text = (WHOLE, (ROWS, ROW)[b // 2 % 2], LISTS)[a % 4 - 1]
             self.ensure(self.stream, [target, source], [target], style=a + b + c, allocates=True)
         self.line(text.format(t=target.name, s=source.name))
         self.use(target, source)
@@ -475,23 +473,17 @@ class Writer:
         if value is None:
             return
         self.ensure(self.stream, [value], [], style=a + b + c, allocates=True)
-        source = f"{value.name}.detach()" if value.gradient else value.name
-        whole = "{t}.copy_({s}, non_blocking=True)"
         if a % 2:
-            name = self.fresh()
-            self.line(f"{name} = torch.{'empty' if a % 4 == 1 else 'zeros'}(32, 32, pin_memory=True)")
-            target = Value(name, Storage(HOST, value.storage.bound, names={name}), FULL)
-            self.values.append(target)
+            name = self.assign(f"torch.{'empty' if a % 4 == 1 else 'zeros'}(32, 32, pin_memory=True)")
+            target = self.made(name, FULL, value.storage.bound, HOST)
             self.returned.append(target)
-            text = whole if a % 4 == 1 else "{t}[4:20].copy_({s}[8:24], non_blocking=True)"
+            text = WHOLE if a % 4 == 1 else ROWS
         else:
             target = self.out
             missing = self.order.missing(self.stream, [], [target.storage])
             self.synchronize(self.stream, missing, c)
-            rows = "{t}[3].copy_({s}[5], non_blocking=True)"
-            lists = "torch._foreach_copy_([{t}[2:4], {t}[8:20]], [{s}[6:8], {s}[12:24]], non_blocking=True)"
-            text = (whole, rows, lists)[a // 2 % 3]
-        self.line(text.format(t=target.name, s=source))
+            text = (WHOLE, ROW, LISTS)[a // 2 % 3]
+        self.line(text.format(t=target.name, s=value.detached))
         self.use(value, target)
         target.storage.bound = max(target.storage.bound, value.storage.bound)
         self.order.launch(self.stream, [value.storage], [target.storage])
@@ -502,27 +494,23 @@ class Writer:
         if value is None:
             return
         self.ensure(HOST, [value], [], style=a)
-        name = self.fresh()
         text = ("{a} + 1", "{a} * 2", "{a}.clamp(-1, 1)")[a % 3].format(a=value.name)
         bound = (value.storage.bound + 1, 2 * value.storage.bound, 1.0)[a % 3]
         if bound > MAX_BOUND:
             text, bound = f"({text}).clamp(-2, 2)", 2.0
-        self.line(f"{name} = {text}")
+        made = self.made(self.assign(text), FULL, bound, HOST, rows=value.rows)
         self.use(value)
-        storage = Storage(HOST, bound, names={name})
-        self.values.append(Value(name, storage, FULL, rows=value.rows))
-        self.order.launch(HOST, [value.storage], [storage])
+        self.order.launch(HOST, [value.storage], [made.storage])
 
     def do_to_device(self, a: int, b: int, c: int) -> None:
         values = [*self.recent(host=True), self.pinned]
         value = values[b % len(values)]
-        name = self.fresh()
         wait = a % 2 == 0 or value is not self.pinned
         if wait:  # read by the host
             self.ensure(HOST, [value], [], style=c)
         self.ensure(self.stream, [value], [], style=c, allocates=True)
         flag = ", non_blocking=True" if a % 2 else ""
-        self.line(f'{name} = {value.name}.to("cuda"{flag})')
+        name = self.assign(f'{value.name}.to("cuda"{flag})')
         self.use(value)
         made = self.made(name, FULL, value.storage.bound, rows=value.rows)
         self.order.launch(self.stream, [value.storage], [made.storage])
@@ -561,11 +549,8 @@ class Writer:
         if value is None or other is None or value.shape != other.shape:
             return
         self.ensure(self.stream, [value, other], [], style=a + b + c, allocates=True)
-        results = []
-        for operation in (first, second):
-            results.append(self.apply(operation, [value, other][: operation.arity], c))
-        name = self.fresh()
-        self.line(f"{name} = {results[0][0]} if n > {a % 5} else {results[1][0]}")
+        results = [self.apply(o, [value, other][: o.arity], c) for o in (first, second)]
+        name = self.assign(f"{results[0][0]} if n > {a % 5} else {results[1][0]}")
         self.used.add("n")
         taken = results[0] if a % 5 < 3 else results[1]
         gradient = any(r[3] for r in results)
@@ -578,8 +563,7 @@ class Writer:
         if value is None:
             return
         self.ensure(self.stream, [value], [], style=a + b + c, allocates=True)
-        name = self.fresh()
-        self.line(f"{name} = {value.name}.detach().clone()")
+        name = self.assign(f"{value.name}.detach().clone()")
         self.line("for _ in range(n):")
         self.line(f"    {name} = {name}.clamp(-2, 2) + 1")
         self.used.add("n")
@@ -594,14 +578,12 @@ class Writer:
         if value is None:
             return
         self.ensure(self.stream, [value], [], style=a + b + c, allocates=True)
-        name = self.fresh()
-        self.line(f"{name} = int({value.name}.detach().amax().item())")
+        name = self.assign(f"int({value.name}.detach().amax().item())")
         self.use(value)
         self.order.launch(self.stream, [value.storage], [])
         self.order.wait_stream(HOST, self.stream)
         self.graph_breaks = True
-        target = self.fresh()
-        self.line(f'{target} = torch.full((32, 32), 1.0 if {name} > 0 else 0.0, device="cuda")')
+        target = self.assign(f'torch.full((32, 32), 1.0 if {name} > 0 else 0.0, device="cuda")')
         made = self.made(target, FULL, 1.0)
         self.order.launch(self.stream, [], [made.storage])
 
@@ -657,9 +639,8 @@ class Writer:
             while len(self.stack) > 1:
                 self.do_leave(0, 0, 0)
             x = self.values[0]
-            name = self.fresh()
             self.ensure(CURRENT, [x], [], allocates=True)
-            self.line(f"{name} = x @ w0")
+            name = self.assign("x @ w0")
             self.use(x)
             self.used.add("w0")
             made = self.made(name, FULL, 2 * x.storage.bound, gradient=True, gain=2.0)
@@ -698,6 +679,3 @@ class Writer:
 
 def write(spec: Spec) -> Written:
     return Writer(spec).write()
-
-
-__all__ = ["host_waits", "write", "Written"]
