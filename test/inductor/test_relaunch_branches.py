@@ -171,7 +171,7 @@ class TestNested(unittest.TestCase):
             return {node}.union(*map(contents, inside[node]))
 
         def reached(node):
-            """What runs after the node by edges of its own graph, or of those around it."""
+            """Nodes that edges order after this one: those of its own graph, and of the graphs around it."""
             found, waiting = set(), list(after[node])
             while waiting:
                 each = waiting.pop()

@@ -64,7 +64,7 @@ class Case(RelaunchTestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(branches, "MOST_WAITS", 0))
-        # What fails here is kept for no other process.
+        # Failures here are kept for no other process.
         self.enterContext(inductor_config.patch(force_disable_caches=True))
         self.enterContext(mock.patch.object(split_off, "_failed", {}))
         self.enterContext(mock.patch.object(arrange, "SMALL", 0))  # scratch allocations share memory

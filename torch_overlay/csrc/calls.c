@@ -438,6 +438,12 @@ static PyObject *known_pointers(Calls *self, Handle function) {
     return found;
 }
 
+static int has_offset(const uint32_t *offset, size_t count, size_t wanted) {
+    for (size_t i = 0; i < count; i++)
+        if (offset[i] == wanted) return 1;
+    return 0;
+}
+
 /* Compares a capture with a second one at other addresses, and notes where its functions have pointers. */
 static int learn(Calls *self, const Capture *first, const Capture *second) {
     for (int i = 0; i < first->kernels; i++) {
@@ -452,11 +458,8 @@ static int learn(Calls *self, const Capture *first, const Capture *second) {
         if (first->kernels == second->kernels) why = compare(first, second, i, pointer, &pointers);
         if (known && PyBytes_CheckExact(known)) { /* a pointer may have been null before */
             const uint32_t *before = (const uint32_t *)PyBytes_AS_STRING(known);
-            for (size_t k = 0, n = (size_t)PyBytes_GET_SIZE(known) / 4; k < n; k++) {
-                size_t j = 0;
-                while (j < pointers && pointer[j] != before[k]) j++;
-                if (j == pointers && pointers < MOST_SLOTS) pointer[pointers++] = before[k];
-            }
+            for (size_t k = 0, n = (size_t)PyBytes_GET_SIZE(known) / 4; k < n; k++)
+                if (!has_offset(pointer, pointers, before[k]) && pointers < MOST_SLOTS) pointer[pointers++] = before[k];
         }
         key = PyLong_FromVoidPtr(function);
         value = why ? PyUnicode_FromString(why)
@@ -491,9 +494,7 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
         for (size_t at = kernel->offset[k]; at + 8 <= kernel->offset[k] + kernel->width[k]; at += 4) {
             uint64_t word = word_at(kernel, at);
             Py_ssize_t place = place_of(capture, word, &delta);
-            size_t j = 0;
-            while (j < pointers && pointer[j] != at) j++;
-            if (j < pointers) {
+            if (has_offset(pointer, pointers, at)) {
                 if (!word && kernel->function) continue;
                 if (place < 0) return refused(capture, "a pointer is no address of a tensor");
                 if (place < MOST_ARGUMENTS && capture->operand[place].device != self->kind)

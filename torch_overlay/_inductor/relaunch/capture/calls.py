@@ -38,7 +38,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.capture.recording import capture_stream
+from torch_overlay._inductor.relaunch.capture.recording import capture_stream, tensor_at
 from torch_overlay._inductor.relaunch.launch.executable import implementation
 from torch_overlay._inductor.relaunch.memory.outputs import view_of
 
@@ -236,12 +236,7 @@ class Device:
 
 def _placed(tensor: torch.Tensor, address: int | None) -> torch.Tensor:
     """Return a tensor like this one at an address; itself if it has none there."""
-    if address is None:
-        return tensor
-    view = view_of(tensor)
-    storage = torch._C._construct_storage_from_data_pointer(address, tensor.device, view.extent)
-    metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+    return tensor if address is None else tensor_at(address, view_of(tensor), tensor.device)
 
 
 def _set_stream(stream: tuple[int, int, int]) -> None:

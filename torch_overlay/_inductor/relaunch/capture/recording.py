@@ -77,6 +77,13 @@ def exchanged_streams(stream_of: Callable[[int], torch.cuda.Stream]) -> Iterator
         yield
 
 
+def tensor_at(address: int, view: TensorView, device: torch.device) -> torch.Tensor:
+    """Return a tensor with this layout whose memory, which it doesn't own, begins at the address."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, view.extent)
+    metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
 PART = 1 << 20  # words whose sum is taken at a time
 
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -126,9 +133,7 @@ class Recording(AddressSpace):
         skew = alignment if alignment < 256 else 0
         given = self.allocate(size + skew)
         self._placed[given] = (given + skew, size)
-        storage = torch._C._construct_storage_from_data_pointer(given + skew, self.device, size)
-        metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
-        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+        return tensor_at(given + skew, view, self.device)
 
     def fill(self) -> None:
         """Fill the space with numbers, so that it shows whether a kernel writes to it: Note [Kernels outside of a
