@@ -184,7 +184,7 @@ class Library:
         return self.mode
 
     def temporaries(self):
-        return b"".join(word.to_bytes(8, "little") for pair in self.allocated.items() for word in pair)
+        return b"".join(word.to_bytes(8, "little") for pair in sorted(self.allocated.items()) for word in pair)
 
     def elsewhere(self, arguments):
         memory = {}
@@ -299,6 +299,10 @@ class TestDevice(TestCase):
             self.assertEqual([each[0] for each in said], wanted)
             self.assertEqual([each[1:] for each in said if each[0] == "setStream"], [(5, 3, 1), (0, 3, 1)])
             fails = mock.patch.object(torch.cuda, "current_blas_handle", side_effect=RuntimeError("no handle"))
+            with fails:
+                self.assertEqual(device.enter(False), CAPTURES)  # this thread has a handle
+                device.leave()
+            del device._mine.handle
             with fails, self.assertLogs(calls.log, "WARNING"):
                 self.assertIsNone(device.enter(False))
         self.assertFalse(calls.capturing.locked())

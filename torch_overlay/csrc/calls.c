@@ -14,7 +14,7 @@
 
 enum { MOST_ARGUMENTS = 16, MOST_KERNELS = 8, MOST_PARAMETERS = 64, MOST_BYTES = 4096, MOST_SLOTS = 64 };
 
-enum { MOST_TEMPORARIES = 8, MOST_ENTRIES = 1 << 13, FULL_ALIGNMENT = 256 };
+enum { MOST_TEMPORARIES = 8, MOST_ENTRIES = 1 << 13, FULL_ALIGNMENT = 256, REMEMBERED = 1 << 12 };
 
 enum {
     THREAD_LOCAL = 1,
@@ -96,9 +96,10 @@ typedef struct {
     PyObject *entries;
     /* function of a kernel -> the offsets of pointers in its block, as bytes; or a text: why they aren't known */
     PyObject *functions;
-    PyObject *device; /* with `enter`, `leave`, `elsewhere`, `temporaries`, `results`, `modes`, `empty` */
-    int kind;         /* of the device, as torch numbers them */
-    unsigned pause;   /* calls that are not captured before the next attempt */
+    PyObject *device;            /* with `enter`, `leave`, `elsewhere`, `temporaries`, `results`, `modes`, `empty` */
+    int kind;                    /* of the device, as torch numbers them */
+    unsigned pause;              /* calls that are not captured before the next attempt */
+    uint64_t number[REMEMBERED]; /* words that were no address when the driver was asked, by their hashes */
     unsigned long long captured, launched;
 } Calls;
 
@@ -286,7 +287,7 @@ static int is_in_order(Handle graph, const Handle *node, size_t nodes) {
     return 1;
 }
 
-/* Returns 1 if the graph has kernels, fills and copies alone, and few. */
+/* Returns 1 if the graph has kernels, fills and copies alone, and few; -1: an error. */
 static int read_graph(Capture *capture, Handle graph) {
     Handle node[MOST_KERNELS];
     size_t nodes = 0;
@@ -295,6 +296,7 @@ static int read_graph(Capture *capture, Handle graph) {
         || (nodes && cu.GraphGetNodes(graph, node, &nodes)))
         return refused(capture, "it launches too much");
     if (!is_in_order(graph, node, nodes)) return refused(capture, "its launches are in no known order");
+    if (!(capture->kernel = zeros((Py_ssize_t)nodes, sizeof *capture->kernel))) return -1;
     for (size_t i = 0; i < nodes; i++) {
         Captured *kernel = &capture->kernel[capture->kernels];
         if (cu.GraphNodeGetType(node[i], &kind)) kind = -1;
@@ -342,7 +344,6 @@ static int capture_call(Calls *self, PyObject *function, PyObject *names, PyObje
     if (!(left = PyObject_CallMethodNoArgs(self->device, name_leave))) code = -1;
     Py_XDECREF(left);
     if (code > 0 && !(capture->temporaries = PyObject_CallMethodNoArgs(self->device, name_temporaries))) code = -1;
-    if (code > 0 && !(capture->kernel = zeros(MOST_KERNELS, sizeof *capture->kernel))) code = -1;
     if (code > 0) code = read_graph(capture, graph);
     if (graph) cu.GraphDestroy(graph);
     return code;
@@ -372,6 +373,7 @@ static Py_ssize_t place_of(const Capture *capture, uint64_t word, uint64_t *delt
             found = i;
         }
     if (found >= 0) return found;
+    if (!pairs || word < pair[0]) return -1; /* a space is used upwards */
     for (Py_ssize_t i = 0; i < pairs; i++)
         if (word >= pair[2 * i] && word < pair[2 * i] + pair[2 * i + 1]) {
             *delta = word - pair[2 * i];
@@ -472,6 +474,15 @@ static int learn(Calls *self, const Capture *first, const Capture *second) {
     return 0;
 }
 
+/* The same. Most words are numbers, two of 32 bits, and the same in many calls, so the driver is asked once. */
+static int seems_memory(Calls *self, uint64_t word, size_t at) {
+    uint64_t *number = &self->number[(word * 0x9e3779b97f4a7c15u) >> 52];
+    if (at % 8 || !may_be_address(word) || *number == word) return 0;
+    if (is_memory(word, at)) return 1;
+    *number = word;
+    return 0;
+}
+
 /* Fills the slots of a kernel. 1: it has them all. 0: a word is no pointer that its function is known to have: then
    `unknown` is set if the function has to be learnt. -1: an error. */
 static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots, int *unknown) {
@@ -503,7 +514,7 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
                 if (*slots == MOST_SLOTS) return refused(capture, "it has too many pointers");
                 slot[(*slots)++] = (Slot){at, (int)place, delta};
                 at += 4;
-            } else if (place >= 0 || is_memory(word, at)) {
+            } else if (place >= 0 || seems_memory(self, word, at)) {
                 *unknown = 1;
                 return refused(capture, "an address lies where the function has no pointer");
             }

@@ -114,6 +114,7 @@ class Device:
         self._inside: Any = None  # what `leave` restores
         self._failed = False
         self._threads: set[int | None] = set()  # that have captured, or would have
+        self._mine = threading.local()  # `handle`: the thread has one of cuBLAS
 
     def modes(self) -> int:
         """Return a number for the modes on which the choice of kernels depends; -1 if no call may be an entry."""
@@ -152,7 +153,8 @@ class Device:
             return None
         try:
             space = self._made_space()
-            torch.cuda.current_blas_handle()  # to create one in the capture would break it
+            if not hasattr(self._mine, "handle"):  # to create one in the capture would break it
+                self._mine.handle = torch.cuda.current_blas_handle()
             if again:  # the workspaces of the first capture lie in its pool
                 torch._C._cuda_clearCublasWorkspaces()
             pool, index = self._pools[again].id, self.index
