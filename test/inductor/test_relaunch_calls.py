@@ -14,6 +14,7 @@ from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from stand_ins import c_module
+from stand_ins.relaunch_driver import MEMORY
 from torch_overlay._inductor.relaunch import steps
 from torch_overlay._inductor.relaunch.capture import calls
 from torch_overlay._inductor.relaunch.launch import executable
@@ -357,7 +358,7 @@ class TestEntries(TestCase):
         self.assertEqual(shown.steps[0].kind, steps.ENTRY)
         self.entries = built()[0].calls(library, kind)
         device = 0, lambda: 0, lambda index: STREAM, 0
-        return library, built()[0].steps(**shown.arguments(()), device=device, calls=self.entries)
+        return library, built()[0].steps(**shown.arguments(()), device=device, calls=self.entries, memory=MEMORY)
 
     def run_code(self, code, *tensors):
         """Run the code. Return what it launched: (function, grid, stream, cluster, words)."""
@@ -444,14 +445,11 @@ class TestEntries(TestCase):
             self.assertEqual(launched[0][4], self.words((a, b, out), 3))
             self.assertEqual(library.called, called + 1)
 
-    def test_tensor_of_another_device_is_passed_to_no_kernel(self):
-        for stays in (False, True):
-            library, code = self.made(kind=CPU + 1)
-            tensors = self.tensors()
-            library.stays = tensors[0] if stays else None
-            self.assertFalse(self.is_entry(code, *tensors))
-            (why,) = self.entries.entries.values()
-            self.assertIn("an address", why)
+    def test_call_with_a_tensor_of_the_host_is_no_entry(self):
+        """It may read a seed there, and pass what it has read to a kernel."""
+        library, code = self.made(kind=CPU + 1)
+        self.assertFalse(self.is_entry(code, *self.tensors()))
+        self.assertEqual((self.entries.entries, library.called), ({}, 3))
 
     def test_results_are_allocated_for_each_launch(self):
         """One in new memory, one that is an argument, and None."""

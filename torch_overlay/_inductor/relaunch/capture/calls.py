@@ -18,8 +18,8 @@ by these, which has its kernels. Calls of all layers, regions and sizes share en
 3. Temporary memory of a capture, such as the workspace of cuBLAS, has addresses of an `AddressSpace`. It is allocated
    anew for each launch, and so are results in new memory.
 4. Only the functions of `FUNCTIONS` and `OPERATORS` may be entries: they have no state. A capture in which random
-   numbers are drawn fails. A call stays as it is if it does more than to launch kernels, fills and copies, passes
-   memory of the host to a kernel, or returns a part of new memory; and all do where the library measures kernels.
+   numbers are drawn fails. A call stays as it is if it does more than to launch kernels, fills and copies, takes a
+   tensor of the host, or returns a part of new memory; and all do where the library measures kernels.
    Tensors that overlap have their distance in the key.
 5. A capture takes as long as some five launches save. Beyond a start, captures have to be earned by launches.
 6. During a capture, a synchronization with the device is an error in every thread. New sizes come at any time, so no
@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
 FUNCTIONS = torch.mm, torch.addmm, torch.bmm, torch.baddbmm  # with the keyword `out`
 OUT = "out"
+MOST_ARGUMENTS = 16  # as in the C source
 OPERATORS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
 )
