@@ -475,7 +475,7 @@ class TestKernels(StepsTestCase):
         a function that takes the last view."""
         empty, n, x = relaunch_driver.MEMORY[0], followed(300, N), torch.zeros(4)
         shown = steps.Shown(empty=empty)
-        shown.inputs = 2
+        shown.inputs, shown.fields_of = 2, relaunch_driver.module().fields
         for value in (n, x):
             shown.add(value)
         for k in (300, 301):

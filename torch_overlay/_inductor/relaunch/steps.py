@@ -98,7 +98,7 @@ class Shown:
     def __init__(self, known: Iterable[Any] = (), empty: Any = None) -> None:
         self.steps: list[Step] = []
         self.makers = {empty: ALLOCATE, view_function: VIEW}
-        self._fields_of = executable.implementation().fields
+        self.fields_of: Callable[[Any], Any] = lambda tensor: None  # of the C module
         self.fields: dict[Operand, tuple[Any, ...]] = {}  # of what these make: the type, and what C says of the tensor
         self.words: dict[tuple[str, Expression], int] = {}
         self.constants: list[Any] = []
@@ -170,7 +170,7 @@ class Shown:
         items, results = tuple([i for i, _ in kept]), tuple([slot for _, slot in kept])
         kind = ENTRY if is_entry else CALL
         self.steps.append(Step(kind, function, calls.shared(names), operands, items, results))
-        if not names and function in self.makers and (found := self._fields_of(result)):
+        if not names and function in self.makers and (found := self.fields_of(result)):
             self.fields[results[0]] = result.dtype, *found[2:]
 
     def note_kernel(self, binary: Any, grid: Sequence[Any], arguments: Sequence[Any]) -> bool:
@@ -498,6 +498,7 @@ def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -
     made: dict[str, Any] = {}
     with follower.noting():
         made = stand_ins(model, namespace, follower)
+        shown.fields_of = executable.implementation().fields
     try:
         with replaced(namespace, made), follower, decisions.within(shown.decisions):
             result = model(inputs)
