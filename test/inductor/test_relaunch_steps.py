@@ -507,6 +507,20 @@ class TestKernels(StepsTestCase):
         self.assertEqual(len(large), 2)
         self.assertEqual(rows(0), [16, 16])  # no memory
 
+    def test_run_without_memory_for_its_room(self):
+        empty, asked = relaunch_driver.MEMORY[0], []
+
+        def fails(size, stride, dtype):
+            asked.append(size)
+            if dtype == torch.uint8:
+                raise torch.OutOfMemoryError
+            return empty(size, stride, dtype)
+
+        with mock.patch.object(relaunch_driver, "MEMORY", (fails, *relaunch_driver.MEMORY[1:])):
+            in_c = self.in_c(self.with_bare_tensors())
+            self.assertEqual(len(self.launched(in_c, [300, torch.zeros(4)])), 2)
+        self.assertEqual(asked, [(1 << 21,), (300, 4), (300, 4)])
+
     def test_tensors_that_a_call_takes_exist(self):
         seen = []
         shown = self.with_bare_tensors(lambda row: seen.append((row.shape, row.storage_offset(), row.data_ptr())))

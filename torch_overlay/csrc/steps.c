@@ -67,6 +67,7 @@ typedef struct {
     Room room;
     PyObject *memory; /* of the room */
     uint64_t base;
+    int is_open;
 } Run;
 
 static PyTypeObject *steps_type;
@@ -295,21 +296,26 @@ static PyObject *new_tensor(const Run *run, const Tensor *tensor, PyObject *dtyp
     return made(PyTuple_GET_ITEM(run->of->memory, 0), NULL, tensor, dtype);
 }
 
-/* Returns 1 if the run has room for so many bytes. If it hasn't, the next run has more. -1: an error. */
+/* Allocates the run's room. Where the device has no memory left for it, the run has none. */
+static void open_memory(Run *run) {
+    Tensor whole = {.dimensions = 1, .size = {(int64_t)run->of->room}, .stride = {1}};
+    run->memory = new_tensor(run, &whole, PyTuple_GET_ITEM(run->of->memory, 2));
+    if (run->memory && !address_of(run->memory, &run->base))
+        open_room(&run->room, run->of->room);
+    else
+        PyErr_Clear();
+    run->is_open = 1;
+}
+
+/* Returns 1 if the run has room for so many bytes. If it hasn't, the next run has more. */
 static int find_part(Run *run, size_t bytes, Bare *bare) {
-    Steps *self = run->of;
     if (bytes > LARGE) return 0;
-    if (!run->memory) {
-        Tensor whole = {.dimensions = 1, .size = {(int64_t)self->room}, .stride = {1}};
-        run->memory = new_tensor(run, &whole, PyTuple_GET_ITEM(self->memory, 2));
-        if (!run->memory || address_of(run->memory, &run->base)) return -1;
-        open_room(&run->room, self->room);
-    }
+    if (!run->is_open) open_memory(run);
     if (take_part(&run->room, bytes, &bare->part)) {
         bare->address = run->base + bare->part.begin;
         return 1;
     }
-    if (self->room < MOST_ROOM) self->room *= 2;
+    if (run->memory && run->of->room < MOST_ROOM) run->of->room *= 2;
     return 0;
 }
 
@@ -318,12 +324,11 @@ static int allocate(Run *run, const CodeStep *step) {
     Bare *bare = bare_at(run, place);
     size_t bytes = read_shape(run, step, &bare->tensor);
     PyObject *tensor;
-    int code;
     bare->part = (Hole){0, 0};
     bare->address = 0;
     bare->dtype = step->dtype;
     if (!bare->tensor.length) return 0;
-    if ((code = bytes ? find_part(run, bytes, bare) : 0)) return code < 0 ? -1 : 0;
+    if (bytes && find_part(run, bytes, bare)) return 0;
     if (!(tensor = new_tensor(run, &bare->tensor, step->dtype))) return -1;
     Py_XSETREF(run->object[place - run->of->words], tensor);
     return address_of(tensor, &bare->address);
