@@ -14,7 +14,6 @@ from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from stand_ins import c_module
-from stand_ins.relaunch_driver import MEMORY
 from torch_overlay._inductor.relaunch import steps
 from torch_overlay._inductor.relaunch.capture import calls
 from torch_overlay._inductor.relaunch.launch import executable
@@ -358,7 +357,7 @@ class TestEntries(TestCase):
         self.assertEqual(shown.steps[0].kind, steps.ENTRY)
         self.entries = built()[0].calls(library, kind)
         device = 0, lambda: 0, lambda index: STREAM, 0
-        return library, built()[0].steps(**shown.arguments(()), device=device, calls=self.entries, memory=MEMORY)
+        return library, built()[0].steps(**shown.arguments(()), device=device, calls=self.entries)
 
     def run_code(self, code, *tensors):
         """Run the code. Return what it launched: (function, grid, stream, cluster, words)."""

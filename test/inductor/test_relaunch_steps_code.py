@@ -161,6 +161,9 @@ def drawn_arguments(parameters, shapes):
     return [given[k[0]].shape[k[1]] if isinstance(k, tuple) else given[k] for k in parameters]
 
 
+DEVICE = SimpleNamespace(index=0, stream_of=lambda index: 0, current=lambda: 0, functions=(0, 0, 0))
+
+
 class Compared:
     """A generated module as it is, and once more with its partitions run as steps. What they allocate in a call lives
     until its end: memory that is given out again would be taken for a later allocation."""
@@ -168,9 +171,7 @@ class Compared:
     def __init__(self, case, text):
         self.case, self.held = case, []
         self.plain, self.ours = Module(case.device, text), Module(case.device, text)
-        numbers = {"index": 0, "stream_of": lambda index: 0, "current": lambda: 0, "functions": (0, 0, 0)}
-        device = SimpleNamespace(**numbers, empty=self.allocate, tensor_at=relaunch_driver.MEMORY[1])
-        self.steps = [Steps(partition, device) for partition in self.ours.namespace["runner"].partitions]
+        self.steps = [Steps(partition, DEVICE) for partition in self.ours.namespace["runner"].partitions]
         for module in (self.plain, self.ours):
             module.namespace["empty_strided_cuda"] = self.allocate
         waiting = iter(self.steps)

@@ -7,8 +7,6 @@ import ctypes
 import functools
 from typing import Any
 
-import torch
-
 from stand_ins import c_module, memory_driver
 from stand_ins.memory_driver import Driver
 from torch_overlay._inductor.relaunch.launch import executable
@@ -220,12 +218,3 @@ class Patched:
         before = self.call.patched
         self.call.launch([At(each) if isinstance(each, int) else each for each in inputs])
         return self.call.patched - before
-
-
-def tensor_at(address, size, stride, dtype):
-    extent = (1 + sum((n - 1) * k for n, k in zip(size, stride))) * dtype.itemsize if all(size) else 0
-    memory = torch.frombuffer((ctypes.c_uint8 * extent).from_address(address), dtype=torch.uint8) if extent else None
-    return torch.empty(size, dtype=dtype) if memory is None else memory.view(dtype).as_strided(size, stride)
-
-
-MEMORY = torch._C._dynamo.guards._empty_strided_cpu, tensor_at, torch.uint8  # as steps take them

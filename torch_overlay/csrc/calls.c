@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-enum { MOST_KERNELS = 8, MOST_PARAMETERS = 64, MOST_BYTES = 4096, MOST_SLOTS = 64 };
+enum { MOST_ARGUMENTS = 16, MOST_KERNELS = 8, MOST_PARAMETERS = 64, MOST_BYTES = 4096, MOST_SLOTS = 64 };
 
 enum { MOST_TEMPORARIES = 8, MOST_ENTRIES = 1 << 13, FULL_ALIGNMENT = 256, REMEMBERED = 1 << 12 };
 
@@ -167,7 +167,7 @@ static int put_overlaps(Key *key, const Extent *operand, Py_ssize_t last) {
 }
 
 /* Returns 1 if the arguments have a key. A tensor of the host has none: the call may read it before it launches. */
-static int make_key(Key *key, int kind, long modes, PyObject *function, PyObject *names, const Argument *argument,
+static int make_key(Key *key, int kind, long modes, PyObject *function, PyObject *names, PyObject *const *arguments,
                     Py_ssize_t count, Extent *operand, Py_ssize_t *operands) {
     key->used = 0;
     *operands = 0;
@@ -175,12 +175,13 @@ static int make_key(Key *key, int kind, long modes, PyObject *function, PyObject
         || !put_word(key, (uint64_t)(uintptr_t)names))
         return 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        const Argument *given = &argument[i];
-        if (!given->tensor) {
-            if (!given->object || !put_constant(key, given->object)) return 0;
+        uint64_t address;
+        const Tensor *tensor = fields_of(arguments[i], &address);
+        if (!tensor) {
+            if (!put_constant(key, arguments[i])) return 0;
             continue;
         }
-        if (given->tensor->device[0] != kind || !put_tensor(key, given->tensor, given->address, &operand[*operands])
+        if (tensor->device[0] != kind || !put_tensor(key, tensor, address, &operand[*operands])
             || !put_overlaps(key, operand, *operands))
             return 0;
         ++*operands;
@@ -689,18 +690,17 @@ static int allocate(Calls *self, const Entry *entry, PyObject **held, uint64_t *
     return code;
 }
 
-static PyObject *chosen(PyObject *result, const Argument *argument, PyObject *const *held) {
+static PyObject *chosen(PyObject *result, PyObject *const *arguments, PyObject *const *held) {
     long i = result == Py_None ? 0 : PyLong_AsLong(result);
-    PyObject *given = result == Py_None ? NULL : i < 0 ? held[-1 - i] : argument[i].object;
-    return Py_NewRef(given ? given : Py_None);
+    return Py_NewRef(result == Py_None ? result : i < 0 ? held[-1 - i] : arguments[i]);
 }
 
-static PyObject *result_of_launch(const Entry *entry, const Argument *argument, PyObject *const *held) {
+static PyObject *result_of_launch(const Entry *entry, PyObject *const *arguments, PyObject *const *held) {
     PyObject *results = entry->results, *made;
-    if (!PyTuple_Check(results)) return chosen(results, argument, held);
+    if (!PyTuple_Check(results)) return chosen(results, arguments, held);
     if ((made = PyTuple_New(PyTuple_GET_SIZE(results))))
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++)
-            PyTuple_SET_ITEM(made, i, chosen(PyTuple_GET_ITEM(results, i), argument, held));
+            PyTuple_SET_ITEM(made, i, chosen(PyTuple_GET_ITEM(results, i), arguments, held));
     return made;
 }
 
@@ -736,7 +736,7 @@ static int launch_kernel(const Launch *launch, const uint64_t *base, Handle stre
     return -1;
 }
 
-static PyObject *launch_entry(Calls *self, const Entry *entry, const Argument *argument, const Extent *operand,
+static PyObject *launch_entry(Calls *self, const Entry *entry, PyObject *const *arguments, const Extent *operand,
                               Py_ssize_t operands, Handle stream) {
     uint64_t base[MOST_ARGUMENTS + MOST_TEMPORARIES];
     PyObject *held[MOST_TEMPORARIES] = {NULL}, *result = NULL;
@@ -744,7 +744,7 @@ static PyObject *launch_entry(Calls *self, const Entry *entry, const Argument *a
     for (Py_ssize_t i = 0; i < operands; i++) base[i] = operand[i].begin;
     code = entry->temporaries ? allocate(self, entry, held, base + MOST_ARGUMENTS) : 0;
     for (int i = 0; !code && i < entry->launches; i++) code = launch_kernel(&entry->launch[i], base, stream);
-    if (!code) result = result_of_launch(entry, argument, held);
+    if (!code) result = result_of_launch(entry, arguments, held);
     for (int i = 0; i < entry->temporaries; i++) Py_XDECREF(held[i]);
     self->launched += !code;
     return result;
@@ -757,46 +757,31 @@ long modes_of_calls(PyObject *calls) {
     return modes;
 }
 
-PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject *names, const Argument *argument,
+PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject *names, PyObject *const *arguments,
                       Py_ssize_t count, Handle stream) {
     Calls *self = (Calls *)calls;
     Extent operand[MOST_ARGUMENTS] = {{0}};
     Py_ssize_t operands;
     PyObject *key, *found, *result = NULL;
     Key made;
-    if (!make_key(&made, self->kind, modes, function, names, argument, count, operand, &operands)) return NULL;
+    if (!make_key(&made, self->kind, modes, function, names, arguments, count, operand, &operands)) return NULL;
     if (!(key = PyBytes_FromStringAndSize((const char *)made.bytes, (Py_ssize_t)made.used))) return NULL;
     found = Py_XNewRef(PyDict_GetItemWithError(self->entries, key));
-    Py_DECREF(key);
-    if (found && Py_TYPE(found) == entry_type)
-        result = launch_entry(self, (const Entry *)found, argument, operand, operands, stream);
-    Py_XDECREF(found);
-    return result;
-}
-
-int note_call(PyObject *calls, long modes, PyObject *function, PyObject *names, const Argument *argument,
-              PyObject *const *object, Py_ssize_t count) {
-    Calls *self = (Calls *)calls;
-    Extent operand[MOST_ARGUMENTS] = {{0}};
-    Py_ssize_t operands;
-    PyObject *key, *found, *made = NULL;
-    Key bytes;
-    if (!make_key(&bytes, self->kind, modes, function, names, argument, count, operand, &operands)) return 0;
-    if (!(key = PyBytes_FromStringAndSize((const char *)bytes.bytes, (Py_ssize_t)bytes.used))) return -1;
-    found = PyDict_GetItemWithError(self->entries, key);
     if (!found && !PyErr_Occurred()) {
         if (PyDict_GET_SIZE(self->entries) >= MOST_ENTRIES) PyDict_Clear(self->entries);
         PyDict_SetItem(self->entries, key, Py_True);
     } else if (found == Py_True && self->pause) {
         self->pause--;
     } else if (found == Py_True && self->captured < START + self->launched / PAYS) {
-        made = make_entry(self, function, names, object, count, operand, operands);
-        if (made == Py_True) self->pause = PAUSE;
-        if (made && made != Py_True) PyDict_SetItem(self->entries, key, made);
+        Py_SETREF(found, make_entry(self, function, names, arguments, count, operand, operands));
+        if (found == Py_True) self->pause = PAUSE;
+        if (found && found != Py_True && PyDict_SetItem(self->entries, key, found)) Py_CLEAR(found);
     }
     Py_DECREF(key);
-    Py_XDECREF(made);
-    return PyErr_Occurred() ? -1 : made && Py_TYPE(made) == entry_type;
+    if (found && Py_TYPE(found) == entry_type)
+        result = launch_entry(self, (const Entry *)found, arguments, operand, operands, stream);
+    Py_XDECREF(found);
+    return result;
 }
 
 int check_calls(PyObject *calls) {

@@ -33,7 +33,7 @@ static PyObject *py_addresses(PyObject *module, PyObject *arg) {
     return result;
 }
 
-PyObject *row_of(const int64_t *values, int64_t count) {
+static PyObject *row_of(const int64_t *values, int64_t count) {
     PyObject *row = PyTuple_New((Py_ssize_t)count);
     for (Py_ssize_t i = 0; row && i < count; i++) {
         PyObject *value = PyLong_FromLongLong(values[i]);

@@ -52,8 +52,6 @@ static inline const Tensor *fields_of(PyObject *object, uint64_t *address) {
     return tensor;
 }
 
-/* Returns a tuple of the numbers. */
-PyObject *row_of(const int64_t *values, int64_t count);
 /* Calls the object's `data_ptr()`. Returns -1 with an error if it has none. */
 int asked_address(PyObject *object, uint64_t *address);
 

@@ -9,16 +9,13 @@
 #include "device.h"
 #include "module.h"
 #include "numbers.h"
-#include "room.h"
 
 #include <structmember.h>
 
-/* TUPLE, LIST: make one of the operands. ENTRY: a call that may be an entry. ALLOCATE, VIEW: make a bare tensor. */
-enum { CALL, TUPLE, LIST, KERNEL, ENTRY, ALLOCATE, VIEW, KINDS };
+/* TUPLE, LIST: make one of the operands. ENTRY: a call that may be an entry. */
+enum { CALL, TUPLE, LIST, KERNEL, ENTRY, KINDS };
 
 enum { FEW = 256, AXES = 3, MOST_PARAMETERS = 256 };
-
-enum { LEAST_ROOM = 1 << 21, MOST_ROOM = 1 << 25, LARGE = MOST_ROOM / 4 }; /* LARGE: such memory is torch's */
 
 /* The objects belong to the tuple of all steps. */
 typedef struct {
@@ -30,25 +27,12 @@ typedef struct {
     Handle kernel;
     unsigned threads, shared;
     const char *label;
-    Tensor like; /* a bare tensor, but for sizes and strides, which are words */
-    PyObject *dtype;
 } CodeStep;
-
-/* A tensor that only kernels and entries take is no object: it has the fields of one, and an address. */
-typedef struct {
-    Tensor tensor;
-    uint64_t address;
-    PyObject *dtype;
-    Hole part; /* of the run's room; empty if its memory isn't there */
-} Bare;
 
 typedef struct {
     PyObject_HEAD
     PyObject *constants, *source; /* source: the tuple of the steps */
     PyObject *calls;              /* of a library, or None */
-    PyObject *memory;             /* (empty, place, uint8): functions of (size, stride, dtype), and of (address, ...) */
-    size_t room;                  /* bytes of the next run's room */
-    Py_ssize_t *bare, bares;      /* by place after words: the number of a bare tensor, or -1 */
     Device device;
     Program numbers; /* results: words, then numbers */
     Word *word;
@@ -58,16 +42,11 @@ typedef struct {
 } Steps;
 
 typedef struct {
-    Steps *of;
+    const Steps *of;
     const uint64_t *value;
     PyObject **object;
     Handle stream;
     long modes; /* of the library; negative: there are no entries */
-    Bare *bare;
-    Room room;
-    PyObject *memory; /* of the room */
-    uint64_t base;
-    int is_open;
 } Run;
 
 static PyTypeObject *steps_type;
@@ -88,31 +67,7 @@ static int read_kernel(const Steps *self, CodeStep *step) {
     return 0;
 }
 
-static int takes_words(int kind) { return kind == KERNEL || kind == ALLOCATE || kind == VIEW; }
-
-/* The operands of a bare tensor are its base, if it is a view, its sizes, its strides, and for a view an offset. */
-static int read_bare(Steps *self, CodeStep *step) {
-    int is_view = step->kind == VIEW, dtype, kind, index;
-    Py_ssize_t dimensions = (step->operands - 2 * is_view) / 2;
-    if (!is_tuple(step->function, "a bare tensor", -1)
-        || !PyArg_ParseTuple(step->function, "OiiiK;a bare tensor is (dtype, its number, device, its index, keys)",
-                             &step->dtype, &dtype, &kind, &index, &step->like.keys))
-        return -1;
-    if (dimensions < 0 || dimensions > INLINE_DIMENSIONS || step->operands != 2 * dimensions + 2 * is_view
-        || step->results != 1 || dtype < 0 || dtype >= DTYPES || !item_sizes[dtype])
-        return refuse("a bare tensor with an unknown number of dimensions, or type");
-    for (Py_ssize_t i = is_view; i < step->operands; i++)
-        if (step->operand[i] >= self->words) return refuse("sizes, strides and offsets are words");
-    if (is_view && step->operand[0] < self->words) return refuse("a view has a base");
-    step->like.dimensions = dimensions;
-    step->like.dtype = (uint16_t)dtype;
-    step->like.device[0] = (int8_t)kind;
-    step->like.device[1] = (int8_t)index;
-    self->bare[step->result[0] - self->words] = self->bares++;
-    return 0;
-}
-
-static int read_step(Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) {
+static int read_step(const Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) {
     PyObject *operands, *items, *results, *drops;
     Py_ssize_t end = self->words + self->objects;
     if (!is_tuple(item, "step", i)
@@ -122,7 +77,7 @@ static int read_step(Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) 
         return -1;
     if (step->kind < 0 || step->kind >= KINDS) return refuse("a step of an unknown kind");
     if (!(step->operand =
-              read_row(operands, "an operand", takes_words(step->kind) ? 0 : self->words, end, &step->operands))
+              read_row(operands, "an operand", step->kind == KERNEL ? 0 : self->words, end, &step->operands))
         || !(step->item = read_row(items, "an item", 0, PY_SSIZE_T_MAX, &step->items))
         || !(step->result = read_row(results, "a result", self->first, end, &step->results))
         || !(step->dropped = read_row(drops, "what is dropped", self->first, end, &step->drops)))
@@ -130,8 +85,6 @@ static int read_step(Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) 
     if (step->items != step->results || PyTuple_GET_SIZE(step->names) > step->operands
         || ((step->kind == TUPLE || step->kind == LIST) && step->results != 1))
         return refuse("a step has more names than operands, or other items than results");
-    if (step->kind == ENTRY && step->operands > MOST_ARGUMENTS) return refuse("an entry has too many arguments");
-    if (step->kind == ALLOCATE || step->kind == VIEW) return read_bare(self, step);
     return step->kind == KERNEL ? read_kernel(self, step) : 0;
 }
 
@@ -146,13 +99,11 @@ static void steps_dealloc(Steps *self) {
     }
     PyMem_Free(self->step);
     PyMem_Free(self->word);
-    PyMem_Free(self->bare);
     program_clear(&self->numbers);
     device_clear(&self->device);
     Py_XDECREF(self->constants);
     Py_XDECREF(self->source);
     Py_XDECREF(self->calls);
-    Py_XDECREF(self->memory);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -162,7 +113,6 @@ static int steps_traverse(Steps *self, visitproc visit, void *arg) {
     Py_VISIT(self->constants);
     Py_VISIT(self->source);
     Py_VISIT(self->calls);
-    Py_VISIT(self->memory);
     return 0;
 }
 
@@ -181,11 +131,7 @@ static int read_steps(Steps *self, PyObject *numbers, PyObject *words, PyObject 
     if (self->words > self->numbers.results || self->inputs < self->numbers.least || self->objects < known
         || self->result < self->words || self->result >= self->words + self->objects)
         return refuse("steps with other numbers of words, objects or inputs than they name");
-    if (!(self->step = zeros(PyTuple_GET_SIZE(self->source), sizeof *self->step))
-        || !(self->bare = zeros(self->objects, sizeof *self->bare)))
-        return -1;
-    for (Py_ssize_t i = 0; i < self->objects; i++) self->bare[i] = -1;
-    self->room = LEAST_ROOM;
+    if (!(self->step = zeros(PyTuple_GET_SIZE(self->source), sizeof *self->step))) return -1;
     self->steps = PyTuple_GET_SIZE(self->source);
     for (Py_ssize_t i = 0; i < self->steps; i++)
         if (read_step(self, &self->step[i], PyTuple_GET_ITEM(self->source, i), i)) return -1;
@@ -193,27 +139,22 @@ static int read_steps(Steps *self, PyObject *numbers, PyObject *words, PyObject 
 }
 
 static PyObject *py_steps(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"numbers", "words",  "constants", "steps",  "result", "objects",
-                            "inputs",  "device", "calls",     "memory", NULL};
+    static char *names[] = {"numbers", "words",  "constants", "steps", "result",
+                            "objects", "inputs", "device",    "calls", NULL};
     PyObject *numbers, *words, *device;
     Steps *self = (Steps *)steps_type->tp_alloc(steps_type, 0);
     if (!self) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!nnnOOO!", names, &numbers, &words, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!nnnOO", names, &numbers, &words, &PyTuple_Type,
                                      &self->constants, &PyTuple_Type, &self->source, &self->result, &self->objects,
-                                     &self->inputs, &device, &self->calls, &PyTuple_Type, &self->memory)) {
-        self->constants = self->source = self->calls = self->memory = NULL; /* they are borrowed */
+                                     &self->inputs, &device, &self->calls)) {
+        self->constants = self->source = self->calls = NULL; /* they are borrowed */
         Py_CLEAR(self);
         return NULL;
     }
     Py_INCREF(self->constants);
     Py_INCREF(self->source);
     Py_INCREF(self->calls);
-    Py_INCREF(self->memory);
-    if (PyTuple_GET_SIZE(self->memory) != 3) {
-        refuse("memory is (empty, place, uint8)");
-        Py_CLEAR(self);
-    } else if (read_steps(self, numbers, words, device))
-        Py_CLEAR(self);
+    if (read_steps(self, numbers, words, device)) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -244,144 +185,12 @@ static PyObject *call(const Run *run, const CodeStep *step) {
     Py_ssize_t i = 0, named = PyTuple_GET_SIZE(step->names), count = step->operands;
     if (count > 16 && !(arguments = zeros(count, sizeof *arguments))) return NULL;
     while (i < count && (arguments[i] = object_at(run, step->operand[i]))) i++;
-    if (i == count)
+    if (i == count && step->kind == ENTRY && run->modes >= 0)
+        result = launch_call(run->of->calls, run->modes, step->function, step->names, arguments, count, run->stream);
+    if (i == count && !result && !PyErr_Occurred())
         result = PyObject_Vectorcall(step->function, arguments, (size_t)(i - named), named ? step->names : NULL);
     if (arguments != few) PyMem_Free(arguments);
     return result;
-}
-
-/* -- bare tensors */
-
-static Bare *bare_at(const Run *run, Py_ssize_t place) {
-    Py_ssize_t i = run->of->bare[place - run->of->words];
-    return i < 0 ? NULL : &run->bare[i];
-}
-
-/* Returns empty(size, stride, dtype), or place(address, size, stride, dtype). */
-static PyObject *made(PyObject *function, PyObject *address, const Tensor *tensor, PyObject *dtype) {
-    PyObject *item[] = {address, row_of(tensor->size, tensor->dimensions), row_of(tensor->stride, tensor->dimensions),
-                        dtype};
-    int first = !address;
-    PyObject *result =
-        item[1] && item[2] ? PyObject_Vectorcall(function, item + first, (size_t)(4 - first), NULL) : NULL;
-    Py_XDECREF(item[1]);
-    Py_XDECREF(item[2]);
-    return result;
-}
-
-/* Returns a new tensor for a bare one. It doesn't own its memory, and so it must not live longer. */
-static PyObject *shown(const Run *run, const Bare *bare) {
-    PyObject *address = PyLong_FromUnsignedLongLong(bare->address), *place = PyTuple_GET_ITEM(run->of->memory, 1);
-    PyObject *result = address ? made(place, address, &bare->tensor, bare->dtype) : NULL;
-    Py_XDECREF(address);
-    return result;
-}
-
-/* Reads the sizes and strides of a bare tensor. Returns its bytes, 0 if one of them is negative. */
-static size_t read_shape(const Run *run, const CodeStep *step, Tensor *tensor) {
-    const Py_ssize_t *operand = step->operand + (step->kind == VIEW);
-    int64_t last = 0, n = step->like.dimensions;
-    *tensor = step->like;
-    tensor->length = 1;
-    for (int64_t i = 0; i < n; i++) {
-        int64_t size = tensor->size[i] = (int64_t)run->value[operand[i]];
-        int64_t stride = tensor->stride[i] = (int64_t)run->value[operand[n + i]];
-        tensor->length = size < 0 || tensor->length < 0 ? -1 : tensor->length * size;
-        last += (size - 1) * stride;
-    }
-    return tensor->length > 0 ? (size_t)(last + 1) * item_sizes[tensor->dtype] : 0;
-}
-
-static PyObject *new_tensor(const Run *run, const Tensor *tensor, PyObject *dtype) {
-    return made(PyTuple_GET_ITEM(run->of->memory, 0), NULL, tensor, dtype);
-}
-
-/* Allocates the run's room. Where the device has no memory left for it, the run has none. */
-static void open_memory(Run *run) {
-    Tensor whole = {.dimensions = 1, .size = {(int64_t)run->of->room}, .stride = {1}};
-    run->memory = new_tensor(run, &whole, PyTuple_GET_ITEM(run->of->memory, 2));
-    if (run->memory && !address_of(run->memory, &run->base))
-        open_room(&run->room, run->of->room);
-    else
-        PyErr_Clear();
-    run->is_open = 1;
-}
-
-/* Returns 1 if the run has room for so many bytes. If it hasn't, the next run has more. */
-static int find_part(Run *run, size_t bytes, Bare *bare) {
-    if (bytes > LARGE) return 0;
-    if (!run->is_open) open_memory(run);
-    if (take_part(&run->room, bytes, &bare->part)) {
-        bare->address = run->base + bare->part.begin;
-        return 1;
-    }
-    if (run->memory && run->of->room < MOST_ROOM) run->of->room *= 2;
-    return 0;
-}
-
-static int allocate(Run *run, const CodeStep *step) {
-    Py_ssize_t place = step->result[0];
-    Bare *bare = bare_at(run, place);
-    size_t bytes = read_shape(run, step, &bare->tensor);
-    PyObject *tensor;
-    bare->part = (Hole){0, 0};
-    bare->address = 0;
-    bare->dtype = step->dtype;
-    if (!bare->tensor.length) return 0;
-    if (bytes && find_part(run, bytes, bare)) return 0;
-    if (!(tensor = new_tensor(run, &bare->tensor, step->dtype))) return -1;
-    Py_XSETREF(run->object[place - run->of->words], tensor);
-    return address_of(tensor, &bare->address);
-}
-
-static int view(Run *run, const CodeStep *step) {
-    Bare *made = bare_at(run, step->result[0]), *base = bare_at(run, step->operand[0]);
-    int64_t offset = (int64_t)run->value[step->operand[step->operands - 1]];
-    PyObject *tensor;
-    uint64_t address = base ? base->address : 0;
-    if (!base && (!(tensor = object_at(run, step->operand[0])) || address_of(tensor, &address))) return -1;
-    read_shape(run, step, &made->tensor);
-    made->part = (Hole){0, 0};
-    made->dtype = step->dtype;
-    made->address = address + (uint64_t)(offset * item_sizes[step->like.dtype]);
-    return 0;
-}
-
-/* A call of a library: as an entry, if it is one, or has become one; else with objects for all bare tensors. */
-static PyObject *call_library(Run *run, const CodeStep *step) {
-    Argument argument[MOST_ARGUMENTS];
-    PyObject *object[MOST_ARGUMENTS], *calls = run->of->calls, *result = NULL;
-    Py_ssize_t count = step->operands, named = PyTuple_GET_SIZE(step->names), i;
-    int code = 0;
-    for (i = 0; i < count; i++) {
-        const Bare *bare = bare_at(run, step->operand[i]);
-        if (bare)
-            argument[i] = (Argument){NULL, bare->tensor.length > 0 ? &bare->tensor : NULL, bare->address};
-        else if (!(argument[i].object = object_at(run, step->operand[i])))
-            return NULL;
-        else
-            argument[i].tensor = fields_of(argument[i].object, &argument[i].address);
-    }
-    if (run->modes >= 0)
-        result = launch_call(calls, run->modes, step->function, step->names, argument, count, run->stream);
-    if (result || PyErr_Occurred()) return result;
-    for (i = 0; i < count; i++) {
-        const Bare *bare = bare_at(run, step->operand[i]);
-        if (!(object[i] = bare ? shown(run, bare) : Py_NewRef(argument[i].object))) break;
-    }
-    if (i == count && run->modes >= 0
-        && (code = note_call(calls, run->modes, step->function, step->names, argument, object, count)) > 0)
-        result = launch_call(calls, run->modes, step->function, step->names, argument, count, run->stream);
-    if (i == count && code >= 0 && !result && !PyErr_Occurred())
-        result = PyObject_Vectorcall(step->function, object, (size_t)(count - named), named ? step->names : NULL);
-    while (i--) Py_DECREF(object[i]);
-    return result;
-}
-
-static void drop(Run *run, Py_ssize_t place) {
-    Bare *bare = bare_at(run, place);
-    if (bare && bare->part.end) give_part(&run->room, bare->part);
-    Py_CLEAR(run->object[place - run->of->words]);
 }
 
 /* Steals the result of a step. */
@@ -408,12 +217,9 @@ static int launch(const Run *run, const CodeStep *step) {
     for (Py_ssize_t i = 0; i < step->operands - AXES; i++) {
         Py_ssize_t place = step->operand[AXES + i];
         PyObject *tensor;
-        const Bare *bare;
         at[i] = &value[i];
         if (place < run->of->words)
             value[i] = run->value[place];
-        else if ((bare = bare_at(run, place)))
-            value[i] = bare->address;
         else if (!(tensor = object_at(run, place)) || address_of(tensor, &value[i]))
             return -1;
     }
@@ -423,15 +229,9 @@ static int launch(const Run *run, const CodeStep *step) {
     return -1;
 }
 
-static int run_step(Run *run, const CodeStep *step) {
-    switch (step->kind) {
-    case KERNEL: return launch(run, step);
-    case ALLOCATE: return allocate(run, step);
-    case VIEW: return view(run, step);
-    case ENTRY: return keep(run, step, call_library(run, step));
-    case CALL: return keep(run, step, call(run, step));
-    default: return keep(run, step, build(run, step));
-    }
+static int run_step(const Run *run, const CodeStep *step) {
+    if (step->kind == KERNEL) return launch(run, step);
+    return keep(run, step, step->kind == CALL || step->kind == ENTRY ? call(run, step) : build(run, step));
 }
 
 static int run_steps(const Steps *self, Run *run) {
@@ -439,7 +239,7 @@ static int run_steps(const Steps *self, Run *run) {
     for (Py_ssize_t i = 0; i < self->steps; i++) {
         const CodeStep *step = &self->step[i];
         if (run_step(run, step)) return -1;
-        for (Py_ssize_t k = 0; k < step->drops; k++) drop(run, step->dropped[k]);
+        for (Py_ssize_t k = 0; k < step->drops; k++) Py_CLEAR(run->object[step->dropped[k] - self->words]);
     }
     return 0;
 }
@@ -480,18 +280,12 @@ static PyObject *steps_run(Steps *self, PyObject *inputs) {
         goto done;
     }
     for (size_t i = 0; i < objects; i++) object[i] = i < constants ? PyTuple_GET_ITEM(self->constants, i) : NULL;
-    Run run = {.of = self, .value = values, .object = object, .stream = stream, .modes = -1};
-    if (!(run.bare = PyMem_Malloc((size_t)(self->bares + 1) * sizeof *run.bare))) {
-        PyErr_NoMemory();
-        goto done;
-    }
+    Run run = {self, values, object, stream, -1};
     if (!begin(self, &run, inputs) && !run_steps(self, &run) && (result = object_at(&run, self->result))) {
         Py_INCREF(result);
         self->runs++;
     }
     for (size_t i = constants; i < objects; i++) Py_CLEAR(object[i]);
-    Py_XDECREF(run.memory);
-    PyMem_Free(run.bare);
 done:
     if (values != few_values) PyMem_Free(values);
     if (object && object != few) PyMem_Free(object);

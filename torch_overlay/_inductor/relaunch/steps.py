@@ -14,13 +14,8 @@ Python takes longer for it than the device where sizes are small, and a size tha
    Numbers that were the same in both calls are conditions. A call in which one has another value is followed again.
    Comparisons of numbers are conditions, too, and a call with another outcome runs as it is.
 3. C takes the steps (`csrc/steps.c`): it computes the numbers, launches Triton's kernels by the driver, and calls all
-   other functions as generated code does, on tensors that it drops after their last use. Libraries choose what they
-   launch, once for each kind of call: Note [Library calls as entries].
-4. A tensor that the code allocates, or a view, is bare if only kernels, entries and bare views take it: it has sizes,
-   strides and an address, but no object. All bare tensors up to 8 MiB are parts of one memory, which a run allocates
-   first, up to 32 MiB; a part is used again after the last use of its tensor. All that takes bare tensors runs on the
-   current stream, so no part has another one's work before it. A call that is no entry yet gets objects for them, which
-   it doesn't keep. All other tensors are allocated and freed as before.
+   other functions as generated code does, on tensors that it drops after their last use. So memory is allocated and
+   freed as before. Libraries choose what they launch, once for each kind of call: Note [Library calls as entries].
 Code is run as it is where it uses a global, a context or an object that isn't known here (`why_not`), among them
 streams; where another dispatch mode is active; and for numbers that lead to other steps.
 """
@@ -71,11 +66,10 @@ OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 VALUES = torch.dtype, torch.layout, torch.memory_format, torch.device
 
 
-CALL, TUPLE, LIST, KERNEL, ENTRY, ALLOCATE, VIEW = range(7)  # kinds of steps, as in the C source
+CALL, TUPLE, LIST, KERNEL, ENTRY = range(5)  # kinds of steps, as in the C source
 WORD, CONSTANT, NUMBER, SLOT = range(4)  # what a step takes: places are in this order
 Operand: TypeAlias = "tuple[int, int]"  # one of these, and its number among them
-ADDRESS, SIZE = "Kl"  # types of words
-view_function = torch._C._dynamo.guards._reinterpret_tensor  # pyrefly: ignore[missing-attribute]
+ADDRESS = "K"  # the type of a word
 
 
 class Step(NamedTuple):
@@ -95,11 +89,8 @@ class Shown:
     may be there only to live. The first slots are those of the inputs, and each tensor that a step makes has one, by
     which later steps take it. A tuple of numbers is made once a run, any other when a step takes it."""
 
-    def __init__(self, known: Iterable[Any] = (), empty: Any = None) -> None:
+    def __init__(self, known: Iterable[Any] = ()) -> None:
         self.steps: list[Step] = []
-        self.makers = {empty: ALLOCATE, view_function: VIEW}
-        self.fields_of: Callable[[Any], Any] = lambda tensor: None  # of the C module
-        self.fields: dict[Operand, tuple[Any, ...]] = {}  # of what these make: the type, and what C says of the tensor
         self.words: dict[tuple[str, Expression], int] = {}
         self.constants: list[Any] = []
         self.numbers: dict[Expression, int] = {}
@@ -163,15 +154,11 @@ class Shown:
         is_read = type(result) in (*NUMBERS, bool) and not _name(function).startswith(CHECKS)
         if is_read or any(isinstance(v, (tuple, list)) for _, v in made):
             self.refuse(f"{_name(function)} returns what is no tensor")
-        is_entry = calls.may_be_entry(function, names) and len(operands) <= calls.MOST_ARGUMENTS
-        # Also a result that is an argument gets a slot: at another call, it may be a copy, unless it is `out`.
-        made = [] if is_entry and made[0][0] == 0 and calls.OUT in names else made
+        # Also a result that is an argument gets a slot: at another call, it may be a copy.
         kept = [(i, self.add(v)) for i, v in made if isinstance(v, torch.Tensor)]
         items, results = tuple([i for i, _ in kept]), tuple([slot for _, slot in kept])
-        kind = ENTRY if is_entry else CALL
+        kind = ENTRY if calls.may_be_entry(function, names) else CALL
         self.steps.append(Step(kind, function, calls.shared(names), operands, items, results))
-        if not names and function in self.makers and (found := self.fields_of(result)):
-            self.fields[results[0]] = result.dtype, *found[2:]
 
     def note_kernel(self, binary: Any, grid: Sequence[Any], arguments: Sequence[Any]) -> bool:
         """Note a launch by torch's static launcher, if its numbers fit."""
@@ -200,9 +187,7 @@ class Shown:
 
     def arguments(self, conditions: Sequence[Expression]) -> dict[str, Any]:
         """Return what C takes."""
-        words = dict(self.words)
-        taken = self._with_bare_tensors(words)
-        made = len(words), len(self.constants), len(self.numbers), self.slots
+        made = len(self.words), len(self.constants), len(self.numbers), self.slots
         starts = [0, *itertools.accumulate(made)]
 
         def places(operands: Iterable[Operand]) -> tuple[int, ...]:
@@ -210,81 +195,25 @@ class Shown:
 
         steps = [
             (*step[:3], places(step.operands), step.items, places(step.results), places(drops))
-            for step, drops in zip(taken, self._drops(taken, self.result), strict=True)
+            for step, drops in zip(self.steps, self._drops(), strict=True)
         ]
         return {
-            "numbers": RegisterProgram.of([e for _, e in words] + [*self.numbers], conditions),
-            "words": tuple([LETTERS.index(letter) for letter, _ in words]),
+            "numbers": RegisterProgram.of([e for _, e in self.words] + [*self.numbers], conditions),
+            "words": tuple([LETTERS.index(letter) for letter, _ in self.words]),
             "constants": tuple(self.constants),
             "steps": tuple(steps),
             "result": places([self.result])[0],
-            "objects": starts[-1] - len(words),
+            "objects": starts[-1] - len(self.words),
             "inputs": self.inputs,
         }
 
-    def _with_bare_tensors(self, words: dict[tuple[str, Expression], int]) -> list[Step]:
-        """Return the steps where tensors that only kernels and entries take are bare, and without tuples that no step
-        takes then. Their sizes, strides and offsets become words."""
-        numbers, rows = list(self.numbers), {slot: items for items, slot in self.sizes.items()}
-        bare = self._bare(rows)
-
-        def word(operand: Operand) -> Operand:
-            kind, n = operand
-            return named(numbers[n] if kind == NUMBER else constant(self.constants[n]))
-
-        def named(expression: Expression) -> Operand:
-            return WORD, words.setdefault((SIZE, expression), len(words))
-
-        def row(operand: Operand) -> list[Operand]:
-            if operand in rows:
-                return [*map(word, rows[operand])]
-            return [named(constant(v)) for v in self.constants[operand[1]]]
-
-        steps, used = [], {self.result}
-        for step in reversed(self.steps):
-            if step.results and step.results[0] in bare:
-                made, kind = step.results[0], self.makers[step.function]
-                base, given = (step.operands[:1], step.operands[1:]) if kind == VIEW else ((), step.operands)
-                operands = [*base, *row(given[0]), *row(given[1])]
-                if kind == VIEW:
-                    operands.append(word(given[2]) if given[2:] else named(constant(0)))
-                step = Step(kind, self.fields[made], (), tuple(operands), step.items, step.results)
-            elif step.kind == TUPLE and used.isdisjoint(step.results):
-                continue
-            used.update(step.operands)
-            steps.append(step)
-        return steps[::-1]
-
-    def _bare(self, rows: Mapping[Operand, Any]) -> set[Operand]:
-        """Return the tensors that are allocated, or are views, and that only kernels, entries and such views take."""
-        bases = {step.results[0]: step.operands[0] for step in self.steps if {*step.results} & self.fields.keys()}
-        exist = {self.result}
-        for step in self.steps:
-            if step.results and step.results[0] in bases:
-                size, stride = step.operands[self.makers[step.function] == VIEW :][:2]
-                if not all(kind == CONSTANT or (kind, n) in rows for kind, n in (size, stride)):
-                    exist.add(step.results[0])
-            elif step.kind not in (KERNEL, ENTRY):
-                exist.update(step.operands)
-        for slot, base in reversed(bases.items()):
-            if slot in exist:
-                exist.add(base)
-        return bases.keys() - exist
-
-    @staticmethod
-    def _drops(steps: Sequence[Step], result: Operand) -> list[list[Operand]]:
-        """Return for each step the slots that no later one takes, and that aren't returned. A view's base lives as long
-        as the view."""
+    def _drops(self) -> list[list[Operand]]:
+        """Return for each step the slots that no later one takes, and that aren't returned."""
         last: dict[Operand, int] = {}
-        for i, step in enumerate(steps):
+        for i, step in enumerate(self.steps):
             last |= dict.fromkeys([v for v in (*step.operands, *step.results) if v[0] == SLOT], i)
-        for step in reversed(steps):
-            if step.kind == VIEW:
-                base, view = step.operands[0], step.results[0]
-                if base in last:
-                    last[base] = max(last[base], last[view])
-        last.pop(result, None)
-        drops: list[list[Operand]] = [[] for _ in steps]
+        last.pop(self.result, None)
+        drops: list[list[Operand]] = [[] for _ in self.steps]
         for operand, i in last.items():
             drops[i].append(operand)
         return drops
@@ -304,7 +233,7 @@ class Follower(TorchDispatchMode):
     def __init__(self, device: Cuda, namespace: Mapping[str, Any]) -> None:
         super().__init__()
         self.thread, self.stream = threading.get_ident(), device.stream_of(device.index)
-        self.device, self.shown = device, Shown(namespace.values(), device.empty)
+        self.device, self.shown = device, Shown(namespace.values())
         self.refuse = self.shown.refuse
         self._depth = 0  # inside a noted function
 
@@ -498,7 +427,6 @@ def follow(model: Callable[[list[Any]], Any], inputs: list[Any], device: Cuda) -
     made: dict[str, Any] = {}
     with follower.noting():
         made = stand_ins(model, namespace, follower)
-        shown.fields_of = executable.implementation().fields
     try:
         with replaced(namespace, made), follower, decisions.within(shown.decisions):
             result = model(inputs)
@@ -588,5 +516,4 @@ class Steps:
         bound = device.index, device.current, device.stream_of, device.functions[0]
         self._before = self.runs
         entries = device.library_calls if any(step.kind == ENTRY for step in first.steps) else None
-        memory = device.empty, device.tensor_at, torch.uint8
-        self._in_c = executable.implementation().steps(**arguments, device=bound, calls=entries, memory=memory)
+        self._in_c = executable.implementation().steps(**arguments, device=bound, calls=entries)

@@ -24,11 +24,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from typing import Any, Self
+import sys
+from typing import Any, Self, TYPE_CHECKING
 
 import torch
 
 from torch_overlay._inductor.relaunch.launch.executable import implementation
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
@@ -140,9 +145,10 @@ class AddressSpace:
         closing, self._range = self._range, None
         self._module.release(closing)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # After an exception before close(), the block must be freed, too; nobody could handle an error of the driver.
-        if getattr(self, "_range", None) is not None:
+        # When the process ends, modules are gone already, and it frees all.
+        if getattr(self, "_range", None) is not None and not is_finalizing():
             with contextlib.suppress(Exception):
                 self.close()
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 FUNCTIONS = torch.mm, torch.addmm, torch.bmm, torch.baddbmm  # with the keyword `out`
 OUT = "out"
-MOST_ARGUMENTS = 16  # as in the C source
 OPERATORS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,

@@ -26,7 +26,7 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.capture import calls, kernel_names
-from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording, tensor_at
+from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.graph.driver import Driver
@@ -34,7 +34,6 @@ from torch_overlay._inductor.relaunch.graph.subgraph import part_of
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.executable import Executable, upload
 from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
-from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Template, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -112,11 +111,6 @@ class Cuda:
     @functools.cached_property
     def driver(self) -> Driver:
         return Driver()
-
-    def tensor_at(
-        self, address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        return tensor_at(address, TensorView(size, stride, dtype), self.device)
 
     @property
     def library_calls(self) -> Any:
