@@ -15,8 +15,7 @@ import form
 from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
 from stand_ins.graph_api import FakeApi
 from torch_overlay import orders
-from torch_overlay._functorch.offload import runtime
-from torch_overlay._inductor.relaunch import graph, keys
+from torch_overlay._inductor.relaunch import graph
 from torch_overlay._inductor.relaunch.graph import driver as cu, read, tidy
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of
@@ -55,10 +54,7 @@ class GraphTest(unittest.TestCase):
         self.driver = cu.Driver(self.api, self.api)
         self.kernels = FakeKernels()
         self.kernels.declare(self.api)
-        for owner, name, fake in (
-            (keys, "keepers", [keys.Keeper(runtime.holds, id)]), (graph, "fill_copy_kernels", self.kernels)
-        ):  # fmt: skip
-            self.enterContext(unittest.mock.patch.object(owner, name, fake, create=True))
+        self.enterContext(unittest.mock.patch.object(graph, "fill_copy_kernels", self.kernels, create=True))
 
     def read(self, segments=()):
         return read.read(0x77, segments, 0, 1 << 20, driver=self.driver)

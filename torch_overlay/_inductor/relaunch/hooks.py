@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import attachments, notes
+from torch_overlay._inductor.relaunch import notes
 from torch_overlay._inductor.relaunch.capture.device import prepare_early
 from torch_overlay._inductor.relaunch.describe import describe_whole
 from torch_overlay._inductor.relaunch.policy import (
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 RELAUNCH = RelaunchPolicy()
-attachments.attach()
 
 
 def is_of_others() -> bool:

@@ -221,6 +221,12 @@ def namespace_of(model: Any) -> dict[str, Any]:
     return getattr(function_of(model), "__globals__", {})
 
 
+def names_in(model: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes in the code of a compiled function."""
+    function = function_of(model)
+    return function.__code__.co_names if function is not None else ()
+
+
 class Watch(TorchDispatchMode):
     """A dispatch mode that numbers the operators of a region that may make something, and notes what they made. If the
     globals of the generated module are given (`tuned_in`), operators that are called while a kernel is tuned are left

@@ -26,7 +26,8 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.capture import calls, kernel_names
-from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording
+from torch_overlay._inductor.relaunch.capture.recording import Recording
+from torch_overlay._inductor.relaunch.capture.streams import capture_stream
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.graph.driver import Driver

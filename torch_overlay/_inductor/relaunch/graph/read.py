@@ -14,7 +14,7 @@ import functools
 import itertools
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch import keys
+from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -138,7 +138,7 @@ def copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
             kind = driver.memory_kind(address)
         elif kind == cu.MEMORY_HOST:
             address = int(getattr(p, f"{end}Host"))
-        on_host = kind == cu.MEMORY_HOST and keys.holds(address)
+        on_host = kind == cu.MEMORY_HOST and runtime.holds(address)
         if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
             text = f"it copies {'to' if end == 'dst' else 'from'} {where}"
