@@ -19,12 +19,11 @@ from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import causes, compiled_region, runners, split_off
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
-from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
-from torch_overlay._inductor.relaunch.capture.culprit import Culprit
+from torch_overlay._inductor.relaunch.capture.culprit import CaptureFailed, Culprit, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.launch.staged import graph_of
+from torch_overlay._inductor.relaunch.launch.relaunch import graph_of
 from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 
 
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
-    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
-    from torch_overlay._inductor.relaunch.launch.staged import Split
+    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch, Split
     from torch_overlay._inductor.relaunch.states import CallKeys, State, States
 
 
@@ -90,7 +88,7 @@ class RegionGraphs:
 
     def _compare(self, request: CaptureRequest, made: Relaunch | Split) -> None:
         """Raise CaptureFailed if a launch on copies of these inputs has other results than the compiled code: Note
-        [Kernels outside of a capture] of `blame`."""
+        [Kernels outside of a capture] of `capture.culprit`."""
         unwritten = set(self.code.static_inputs).difference(self.code.mutated_inputs)
         shared = {id(request.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
 

@@ -37,7 +37,6 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     Watch,
 )
 from torch_overlay._inductor.relaunch.capture.branches import Branches
-from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
@@ -45,14 +44,14 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     OfInput,
     OfStorage,
     OutputLayout,
+    place,
     Recipe,
     Repeated,
     SameInput,
     TensorView,
     view_of,
 )
-from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
-from torch_overlay._inductor.relaunch.numbers.traced import Traced
+from torch_overlay._inductor.relaunch.numbers.traced import Launches, noted, Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprovable
 
 

@@ -28,13 +28,12 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch.capture import calls, kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.capture.streams import capture_stream
-from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
+from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import part_of
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import Executable, upload
-from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
+from torch_overlay._inductor.relaunch.launch.executable import Executable, part_of, upload
+from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Template, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -60,7 +59,7 @@ def prepare(device: int) -> None:
     Driver()
     try:
         fill_copy_kernels.prepare(device)
-    except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it
+    except Exception as error:  # also Triton's own errors; `graph.read` gets the error again, and reports it
         log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
 
 
@@ -138,7 +137,7 @@ class Cuda:
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
-        except segments larger than a chunk that are entirely free. See `memory.chunks`."""
+        except segments larger than a chunk that are entirely free. See `memory.outputs`."""
         mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
         found = []
         for segment in torch.cuda.memory_snapshot(include_traces=False):
@@ -188,7 +187,7 @@ class Cuda:
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
         space, made = captured.recording, dict[int, int]()
-        for kept in tidy.tidy(space.graph, driver=self.driver, made=made):
+        for kept in graphs.tidy(space.graph, driver=self.driver, made=made):
             log.info("stays in the graph as it is: %s", kept)
         found = [each.renamed(lambda node: made.get(node, node)) for each in space.conditionals]
         given = captured.segments, space.low, space.high
@@ -225,7 +224,7 @@ class Cuda:
             extent=fill_copy_kernels.extent,
         )
         handles = [node.handle for node in graph.nodes]
-        if edges is None or not tidy.set_edges(captured.recording.graph, handles, edges, driver=self.driver):
+        if edges is None or not graphs.set_edges(captured.recording.graph, handles, edges, driver=self.driver):
             return graph.edges
         return tuple(edges)
 
