@@ -56,7 +56,7 @@ from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
 from torch_overlay._inductor.relaunch.capture.allocations import names_in
 from torch_overlay._inductor.relaunch.causes import CAUSES, CodeFacts, Kind, refuse, Refused
 from torch_overlay._inductor.relaunch.notes import compiled_frame, describe, describe_partition, describe_whole
-from torch_overlay._inductor.relaunch.on_reset import on_reset
+from torch_overlay._inductor.relaunch.runners import on_reset
 
 
 if TYPE_CHECKING:
