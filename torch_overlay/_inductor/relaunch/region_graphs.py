@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import causes, compiled_region, runners, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, split_off
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
@@ -74,7 +74,8 @@ class RegionGraphs:
         for stage in made.stages:
             if (rebuild := stage.rebuild) is not None:
                 rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
-        runners.count_capture(graph_of(made).nodes)
+        counters["torch_overlay"]["cudagraph_captures"] += 1
+        counters["torch_overlay"]["cudagraph_nodes"] += graph_of(made).nodes
         # From here on, each launch is one for a call; its last stage counts it.
         made.stages[-1].call.count_in(states.launches, ctypes.addressof(states.launches))
         relaunch = self._finished(made)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from torch._dynamo.utils import counters
-
 from torch_overlay._inductor.relaunch.capture import recording
 from torch_overlay._inductor.relaunch.launch import relaunch
 
@@ -57,11 +55,6 @@ def forget_all() -> None:
     after a graph break: its runners make new ones."""
     for runner in list(known):
         runner.forget()
-
-
-def count_capture(nodes: int) -> None:
-    counters["torch_overlay"]["cudagraph_captures"] += 1
-    counters["torch_overlay"]["cudagraph_nodes"] += nodes
 
 
 def counts() -> dict[str, int]:

@@ -71,17 +71,13 @@ def _setter(device: int) -> Setter:
 
 def prepare_early() -> None:
     """Prepare for captures on the current device before there is one, if modules may be loaded there, while Inductor
-    waits for its workers to compile kernels. What fails is logged once, and tried again at the first call."""
-    if _may_load_modules():
-        _try(torch.cuda.current_device())
-
-
-def _may_load_modules() -> bool:
-    """True if modules may be loaded on the current device: the process has a context there already (a new context would
-    take hundreds of MiB of the device), and the current stream is not being captured, which may forbid it."""
+    waits for its workers to compile kernels: the process has a context there already (a new context would take hundreds
+    of MiB of the device), and the current stream is not being captured, which may forbid it. What fails is logged once,
+    and tried again at the first call."""
     if not torch.cuda.is_initialized() or not torch._C._cuda_hasPrimaryContext(torch.cuda.current_device()):
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+        return
+    if not torch.cuda.is_current_stream_capturing():
+        _try(torch.cuda.current_device())
 
 
 @functools.cache

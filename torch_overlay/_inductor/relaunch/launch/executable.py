@@ -257,10 +257,6 @@ def moving(template: Template) -> dict[CopyNode, set[int]]:
     return found
 
 
-def is_linear(node: CopyNode) -> bool:
-    return node.height <= 1 and node.depth <= 1
-
-
 def extent(node: CopyNode, parameter: int) -> int:
     """Return the bytes that one side of the copy spans, from its first byte to its last."""
     side, height, depth = node.sides[parameter], max(node.height, 1), max(node.depth, 1)
@@ -300,7 +296,7 @@ class Rebuild:
 
     def __init__(self, graph: Any, copies: Iterable[CopyNode]) -> None:
         self.graph, self.count = graph, 0
-        self.is_needed = not all(map(is_linear, copies))
+        self.is_needed = any(copy.height > 1 or copy.depth > 1 for copy in copies)
 
     def __call__(self, error: Exception | None) -> int:
         """Return the new executable. `error`: that of the driver that refused to set a copy in the old one."""
