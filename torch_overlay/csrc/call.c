@@ -118,8 +118,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         Py_END_ALLOW_THREADS
     }
     launching = 1;
-    memcpy(blocks->value, values, blocks->words * sizeof *values);
-    if ((set = set_listed(blocks, write_bases(blocks, base))) >= 0) {
+    if ((set = set_listed(blocks, write_blocks(blocks, base, values))) >= 0) {
         self->patched += (unsigned long long)set;
         code = launch_executable(self, stream);
     }
