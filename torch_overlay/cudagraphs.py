@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch_overlay._inductor.relaunch import attachments
 from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.relaunch.policy import RelaunchPolicy, SPLIT_ATTENTION
 
@@ -30,7 +29,6 @@ except ModuleNotFoundError:  # in the patched form it is a part of the release
 else:
     check_version(torch_root(), SEAMS)
 
-attachments.attach()
 CAUSES["policy-alone"] = dataclasses.replace(CAUSES["policy-alone"], remedy=f"enable the overlay; {SPLIT_ATTENTION}")
 
 __all__ = ["RelaunchPolicy"]

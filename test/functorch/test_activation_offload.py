@@ -49,7 +49,8 @@ from torch_overlay._functorch.offload.plan import _fits, _set, _spread, choose
 from torch_overlay._functorch.streams.ids import copy_out_stream
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.offload.schedule import Schedule
-from torch_overlay._inductor.relaunch import attachments, causes, runner
+from torch_overlay._inductor.relaunch import causes, runner
+from torch_overlay._inductor.relaunch.capture.streams import orders_others
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, CopySide
 from torch_overlay._inductor.streams.plan import Buffer, Op
@@ -1164,10 +1165,6 @@ class TestRaces(TestCase):
 class TestGraphs(TestCase):
     """What relaunch makes of copies to and from slabs, without a device."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        attachments.attach()
-
     def test_slab_is_a_part_of_the_key_by_its_address_and_number(self) -> None:
         with host_slabs():
             slabs = [offload_runtime.take_slab(1024, 0) for _ in range(2)]
@@ -1202,8 +1199,8 @@ class TestGraphs(TestCase):
         record, wait, leave = OperationKind.RECORD, OperationKind.WAIT, OperationKind.WAIT_EXIT
         joins = RegionSpec(0, (of_device(0), copy_out_stream(0)), 2, exit=((record, 0, 1), (wait, 0, 0)))
         hands_back = RegionSpec(0, (of_device(0), 1), 2, exit=((record, 0, 0), (leave, 0, 1)))
-        self.assertFalse(attachments._orders_others(joins))
-        self.assertTrue(attachments._orders_others(hands_back))
+        self.assertFalse(orders_others(joins))
+        self.assertTrue(orders_others(hands_back))
 
     def test_copy_streams_are_exchanged_for_a_capture(self) -> None:
         given: list[int] = []

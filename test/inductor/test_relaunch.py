@@ -25,7 +25,7 @@ from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import ADD, GpuTestCase, host, region, RelaunchTestCase
 from stand_ins.relaunch_device import Executable, Generator, is_tensor, tensor_at
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import causes, compiled_region, describe, hooks, keys, runner, runners, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, hooks, keys, notes, runner, runners, split_off
 from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
 from torch_overlay._inductor.relaunch.causes import CodeFacts
@@ -940,7 +940,7 @@ class TestAlignment(RelaunchTestCase):
         """What an operator between two graphs returned is no input of the whole code."""
         graph = SimpleNamespace(partition_maps=[GraphPartitionMap(0, [None], [[]], [])])
         kind = {"device_index": 0, "is_backward": False, "is_inference": True}
-        code = describe.describe_partition(graph, 0, (), stack_traces=[""], **kind)
+        code = notes.describe_partition(graph, 0, (), stack_traces=[""], **kind)
         run = self.runner(region("x", "x.mul_(2)", "return (x,)"), mutated=code.mutated_inputs)
         for skew in (4, 0, 4, 8):
             x = self.at(skew)
@@ -1396,7 +1396,7 @@ class TestPolicy(TestCase):
         CompiledNotes(visible_outputs=(0,)).put(graph := SimpleNamespace())
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
             known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
-            code = describe.describe(graph, (), stack_traces=[""] * 3, **known)
+            code = notes.describe(graph, (), stack_traces=[""] * 3, **known)
             self.assertEqual(code.saved_outputs, frozenset(saved))
 
     def test_off_is_off_for_inductor(self):
@@ -1445,13 +1445,13 @@ class TestPolicy(TestCase):
     def test_source_line(self):
         trace = '  File "/a/model.py", line 3, in forward\n    y = f(x)\n'
         trace += '  File "/a/b.py", line 9, in f\n    return x.sin()\n'
-        self.assertEqual(describe.source_line(trace), "/a/b.py:9: return x.sin()")
-        self.assertEqual(describe.source_line("nothing"), "")
+        self.assertEqual(notes.source_line(trace), "/a/b.py:9: return x.sin()")
+        self.assertEqual(notes.source_line("nothing"), "")
         inside = [f'  File "{torch.__file__}", line {n}, in f\n    g({n})\n' for n in (3, 9)]
-        self.assertEqual(describe.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
-        self.assertEqual(describe.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
+        self.assertEqual(notes.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
+        self.assertEqual(notes.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
         entered = f'  File "{contextlib.__file__}", line 137, in __enter__\n    return next(self.gen)\n'
-        self.assertEqual(describe.source_line(trace + entered), "/a/b.py:9: return x.sin()")
+        self.assertEqual(notes.source_line(trace + entered), "/a/b.py:9: return x.sin()")
 
     def test_refusal_is_logged_once(self):
         causes._refused.clear()

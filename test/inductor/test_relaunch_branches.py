@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import form  # noqa: F401
 from stand_ins.captured_words import u64
 from stand_ins.graph_api import FakeApi
-from torch_overlay._inductor.relaunch.graph import driver as cu, fill_copy_kernels, read, tidy
+from torch_overlay._inductor.relaunch.graph import driver as cu, fill_copy_kernels, read
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.proof.nodes import Conditional, Template, Unprovable
 
@@ -268,7 +268,7 @@ class TestRead(unittest.TestCase):
         fill, replaced = made.api.memset(0x1000), {}
         launch = cu.KernelLaunch(WORK, (1, 1, 1), (1, 1, 1), 0, (u64(1),))
         with unittest.mock.patch.object(fill_copy_kernels, "fill", lambda *given: launch):
-            self.assertEqual(tidy.tidy(GRAPH, driver=made.driver, made=replaced), [])
+            self.assertEqual(read.tidy(GRAPH, driver=made.driver, made=replaced), [])
         self.assertEqual(list(replaced), [fill])
         self.assertIn(replaced[fill], made.nodes(GRAPH))
 

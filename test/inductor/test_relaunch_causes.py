@@ -10,7 +10,7 @@ from torch_overlay._inductor.relaunch import causes
 
 
 ELSEWHERE = ("graph-break", "host-wait", "eager", "eager-optimizer", "eager-backward", "recompiled")  # the doctor's
-RAISED = ("Unprovable", "_Found", "_refuse", "refuse", "_outside", "of")
+RAISED = ("Unprovable", "_found", "_refuse", "refuse", "_outside", "of")
 
 
 def constants(node: ast.AST | None) -> Iterator[str]:

@@ -18,7 +18,7 @@ from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
 from torch_overlay._inductor.relaunch import causes, compiled_region, coverage, split_off
-from torch_overlay._inductor.relaunch.capture import blame, culprit
+from torch_overlay._inductor.relaunch.capture import culprit
 from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 from torch_overlay.testing import simulated_gpu
 
@@ -273,7 +273,7 @@ class TestCulprit(RelaunchTestCase, Private):
 
     def test_operator_whose_kernel_the_proof_refuses(self):
         made = culprit.Culprit("culprits::waits.default", "f.py:3", "launches what it likes")
-        with mock.patch.object(blame, "find_launcher", return_value=made):
+        with mock.patch.object(culprit, "find_launcher", return_value=made):
             (found,) = self.refused_by_the_proof("1 (kernel)")
         self.assertEqual((found.code, found.operator, found.line), ("operator", made.operator, "f.py:3"))
         self.assertEqual(dict(split_off.failed()), {"culprits::waits.default": "launches what it likes"})

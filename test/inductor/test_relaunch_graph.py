@@ -15,9 +15,8 @@ import form
 from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
 from stand_ins.graph_api import FakeApi
 from torch_overlay import orders
-from torch_overlay._functorch.offload import runtime
-from torch_overlay._inductor.relaunch import graph, keys
-from torch_overlay._inductor.relaunch.graph import driver as cu, read, tidy
+from torch_overlay._inductor.relaunch import graph
+from torch_overlay._inductor.relaunch.graph import driver as cu, read
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -55,16 +54,13 @@ class GraphTest(unittest.TestCase):
         self.driver = cu.Driver(self.api, self.api)
         self.kernels = FakeKernels()
         self.kernels.declare(self.api)
-        for owner, name, fake in (
-            (keys, "keepers", [keys.Keeper(runtime.holds, id)]), (graph, "fill_copy_kernels", self.kernels)
-        ):  # fmt: skip
-            self.enterContext(unittest.mock.patch.object(owner, name, fake, create=True))
+        self.enterContext(unittest.mock.patch.object(graph, "fill_copy_kernels", self.kernels, create=True))
 
     def read(self, segments=()):
         return read.read(0x77, segments, 0, 1 << 20, driver=self.driver)
 
     def tidy(self):
-        return tidy.tidy(0x77, driver=self.driver)
+        return read.tidy(0x77, driver=self.driver)
 
     def refused(self, reason, pattern):
         with self.assertRaisesRegex(Unprovable, pattern) as context:
@@ -301,20 +297,20 @@ class TestTidy(GraphTest):
         a = self.api.kernel(7, u64(1))
         b = self.api.kernel(7, u64(2), after=[a])
         c = self.api.kernel(7, u64(3), after=[b])
-        self.assertTrue(tidy.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertTrue(read.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
         self.assertEqual([e[:2] for e in self.api.edge_list], [(a, c), (a, b)])
 
     def test_programmatic_edges_stay_or_go(self):
         a, b, c = (self.api.kernel(7, u64(i)) for i in range(3))
         self.api.edge_list += [(a, b, "programmatic"), (b, c, "programmatic")]
-        self.assertTrue(tidy.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertTrue(read.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
         self.assertEqual(self.api.edge_list, [(a, b, "programmatic"), (a, c, "plain")])
 
     def test_edges_that_order_nothing_are_left_alone(self):
         a, b, c = (self.api.kernel(7, u64(i)) for i in range(3))
         before = self.api.edge_list[:] + [(a, b, "launch order"), (b, c, "plain")]
         self.api.edge_list[:] = before
-        self.assertFalse(tidy.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertFalse(read.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
         self.assertEqual(self.api.edge_list, before)
 
     def test_tidied_captures_are_proven(self):
@@ -531,7 +527,7 @@ class TestOnGpu(unittest.TestCase):
             memset(odd, "cuMemsetD8Async", odd.numel())
 
         graph = self.capture(fn)
-        self.assertEqual(tidy.tidy(graph, driver=driver), [])
+        self.assertEqual(read.tidy(graph, driver=driver), [])
         captured = read.read(graph, (), 0, 1, driver=driver)
         self.assertEqual({type(n) for n in captured.nodes}, {KernelNode}, [n.name for n in captured.nodes])
         graph.instantiate()
@@ -550,9 +546,10 @@ class TestOnGpu(unittest.TestCase):
         graph = self.capture(lambda: target.copy_(source))
         driver = Driver()
         handle = graph.raw_cuda_graph()
-        editor = tidy.Editor(driver, handle, structure := driver.structure(handle))
-        (node,) = structure.nodes
-        editor.replace(node, fill_copy_kernels.copy(target.data_ptr() + 1, source.data_ptr(), 1001))
+        (node,) = driver.structure(handle).nodes
+        read._replaced(
+            driver, handle, node, fill_copy_kernels.copy(target.data_ptr() + 1, source.data_ptr(), 1001), [], []
+        )
         for launch in (
             fill_copy_kernels.copy(target.data_ptr() + 4096, source.data_ptr(), 4096),
             fill_copy_kernels.copy(target.data_ptr() + 8196, source.data_ptr() + 4, 100),
@@ -628,7 +625,7 @@ class TestOnGpu(unittest.TestCase):
                 with torch.cuda.graph(graph, pool=space.pool().id):
                     fn(*tensors)
             torch._C._cuda_clearCublasWorkspaces()
-            tidy.tidy(graph, driver=driver)
+            read.tidy(graph, driver=driver)
             segments, scratch = [], 0
             for address, length in space.allocations():
                 known = address in at

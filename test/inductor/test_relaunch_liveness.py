@@ -9,14 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.memory import arrange, packing
-from torch_overlay._inductor.relaunch.memory.arrange import (
-    _most_at_a_moment,
-    _shared,
-    _Sums,
-    cuts,
-    LaunchMemory,
-    need_of,
-)
+from torch_overlay._inductor.relaunch.memory.arrange import _most_at_a_moment, _needs, cuts, LaunchMemory, need_of
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Life, Order
 
 
@@ -236,24 +229,24 @@ class TestCuts(unittest.TestCase):
         for begin in range(10):
             for end in range(begin + 1, 11):
                 expected = sum(h.size for h in held if h.first < end and h.last >= begin)
-                self.assertEqual(_Sums(held).between(begin, end), expected)
+                self.assertEqual(_needs(held, range(11))[begin, end], expected)
 
     @settings(deadline=None, max_examples=60)
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 12)), max_size=12))
     def test_what_lives_and_dies_in_a_part_shares_memory(self, rows):
         slabs = [LaunchMemory(size, min(a, b), max(a, b), slab=True) for size, a, b in rows]
         grid = [0, 1, 2, 5, 6, 9, 13]
-        shared = _shared(slabs, grid)
-        self.assertEqual(list(shared), list(combinations(grid, 2)))
-        for (begin, end), less in shared.items():
-            self.assertEqual(_Sums(slabs).between(begin, end) - less, need_of_part(slabs, begin, end))
+        needs = _needs(slabs, grid)
+        self.assertEqual(list(needs), list(combinations(grid, 2)))
+        for (begin, end), need in needs.items():
+            self.assertEqual(need, need_of_part(slabs, begin, end))
 
     def test_what_shares_a_slab_and_is_too_little_to_matter_is_not_looked_at(self):
         large = [LaunchMemory(4 * MIB, n, n + 1, slab=True) for n in range(100)]
         little = [LaunchMemory(512, n, n, slab=True) for n in range(100)]
-        with mock.patch.object(arrange, "_shared", wraps=_shared) as shared:
+        with mock.patch.object(arrange, "_needs", wraps=_needs) as needs:
             starts = cuts([*large, *little], 101, 8, MIB)
-        self.assertEqual(shared.call_args.args[0], large)
+        self.assertEqual(needs.call_args.args[0], large)
         self.assertEqual(starts, cuts(large, 101, 8, MIB))
 
     def test_nothing_to_gain_is_not_cut(self):

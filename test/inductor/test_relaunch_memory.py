@@ -30,11 +30,11 @@ from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.launch import relaunch
-from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
-from torch_overlay._inductor.relaunch.memory.chunks import place
+from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Given,
     OfStorage,
+    place,
     Repeated,
     Storage,
     TensorView,
@@ -535,7 +535,7 @@ class TestStages(RelaunchTestCase):
     def test_little_gradients_go_together(self):
         """A chunk of them is allocated by the stage that makes the first one; each output is a view at its place."""
         size = 64 * 64 * 4
-        with mock.patch.object(chunks, "LITTLE", size), mock.patch.object(chunks, "LITTLE_CHUNK", 4 * size):
+        with mock.patch.object(outputs, "LITTLE", size), mock.patch.object(outputs, "LITTLE_CHUNK", 4 * size):
             held = self.held_results(self.backward())
         stages = self.stages()
         self.assertGreater(len(stages), 1)
@@ -553,7 +553,7 @@ class TestStages(RelaunchTestCase):
         again = "return (gradients[0], *gradients, gradients[0], total, total[1:], total.t(), held, held, 7)"
         for little in (0, 64 * 64 * 4):
             run = self.backward(BACKWARD.replace("return (*gradients, total, held, 7)", again))
-            with mock.patch.object(chunks, "LITTLE", little):
+            with mock.patch.object(outputs, "LITTLE", little):
                 for _ in range(5):
                     inputs = backward_inputs()
                     *gradients, total, held, number = backward_expected(inputs)
@@ -569,7 +569,7 @@ class TestStages(RelaunchTestCase):
 
     def test_little_gradients_that_share_a_chunk_are_apart(self):
         run = self.backward()
-        with mock.patch.object(chunks, "LITTLE", 64 * 64 * 4):
+        with mock.patch.object(outputs, "LITTLE", 64 * 64 * 4):
             for _ in range(3):
                 *gradients, total, _, _ = run(backward_inputs())
         copies = [g.clone() for g in gradients]
@@ -690,7 +690,7 @@ def vector(storage, bytes_, dtype=torch.float32, offset=0):
 
 class TestChunks(unittest.TestCase):
     def setUp(self):
-        patch = mock.patch.object(chunks, "CHUNK", 4096)
+        patch = mock.patch.object(outputs, "CHUNK", 4096)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -726,7 +726,7 @@ class TestChunks(unittest.TestCase):
 
     def test_holes_are_filled_first(self):
         recipes = [vector(i, 1024) for i in range(16)]
-        with mock.patch.object(chunks, "HOLE", 1024):
+        with mock.patch.object(outputs, "HOLE", 1024):
             _, storages, places = place(
                 recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 1023, 2048, 4096 + 1000]
             )
@@ -737,14 +737,14 @@ class TestChunks(unittest.TestCase):
 
     def test_large_hole_takes_several_chunks(self):
         recipes = [vector(i, 1024) for i in range(16)]
-        with mock.patch.object(chunks, "HOLE", 1024):
+        with mock.patch.object(outputs, "HOLE", 1024):
             _, storages, _ = place(recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[2 * 4096 + 3072])
         self.assertEqual(sorted(s.size for s in storages), [1024, 3072, 4096, 4096, 4096])
 
     def test_hole_takes_the_neighbours_that_fill_most_of_it(self):
         sizes = [4096, 1024, 1536, 512, 2560, 4096, 4096]
         recipes = [vector(i, size) for i, size in enumerate(sizes)]
-        with mock.patch.object(chunks, "HOLE", 1024):
+        with mock.patch.object(outputs, "HOLE", 1024):
             _, storages, places = place(recipes, sizes, frozenset(range(7)), range(7), holes=[2048])
         (hole,) = [number for number, s in enumerate(storages) if s.size == 2048]
         self.assertEqual([i for i, (number, _) in enumerate(places) if number == hole], [2, 3])
@@ -757,7 +757,7 @@ class TestChunks(unittest.TestCase):
     def test_nothing_is_lost_in_holes(self, rows, holes):
         sizes = [512 * size for size, _ in rows]
         recipes = [vector(i, 512 * n, torch.float16 if half else torch.float32) for i, (n, half) in enumerate(rows)]
-        with mock.patch.object(chunks, "HOLE", 512):
+        with mock.patch.object(outputs, "HOLE", 512):
             moved, storages, places = place(
                 recipes, sizes, frozenset(range(len(rows))), range(len(rows)), holes=[512 * hole for hole in holes]
             )
@@ -787,7 +787,7 @@ class TestChunks(unittest.TestCase):
     def test_little_gradients(self):
         sizes = [1024, 64, 64, 1024, 4096, 1024, 1024, 1024]
         recipes = [vector(i, size, torch.bfloat16 if size == 64 else torch.float32) for i, size in enumerate(sizes)]
-        limits = mock.patch.object(chunks, "LITTLE", 1024), mock.patch.object(chunks, "LITTLE_CHUNK", 2048)
+        limits = mock.patch.object(outputs, "LITTLE", 1024), mock.patch.object(outputs, "LITTLE_CHUNK", 2048)
         with limits[0], limits[1]:
             moved, storages, places = place(recipes, sizes, frozenset(), [0, 1, 2, 7, 4, 5, 6, 3], gradients=True)
             alone = place(recipes, sizes, frozenset(), range(8))[1]
@@ -852,7 +852,7 @@ def region(args):
 """
 
     def test_saved_outputs_keep_no_more_than_their_chunk(self):
-        with mock.patch.object(chunks, "CHUNK", 16384):
+        with mock.patch.object(outputs, "CHUNK", 16384):
             run = self.runner(self.SOURCE, saved=range(1, 24))
             held = []
             for _ in range(5):
@@ -875,7 +875,7 @@ def region(args):
     def test_holes_of_the_allocator(self):
         """What is free when the region is captured decides what lies together."""
         self.device.free_blocks = [8192] * 3
-        with mock.patch.object(chunks, "CHUNK", 16384), mock.patch.object(chunks, "HOLE", 4096):
+        with mock.patch.object(outputs, "CHUNK", 16384), mock.patch.object(outputs, "HOLE", 4096):
             run = self.runner(self.SOURCE, saved=range(1, 24))
             for _ in range(5):
                 x = torch.randn(32, 32)

@@ -27,9 +27,8 @@ from stand_ins.relaunch_driver import At, kernel, Patched, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
-from torch_overlay._inductor.relaunch.launch.executable import call_maker
+from torch_overlay._inductor.relaunch.launch.executable import call_maker, Part
 from torch_overlay._inductor.relaunch.memory.outputs import OutputLayout
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CopyNode,

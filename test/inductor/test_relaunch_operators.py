@@ -1,7 +1,6 @@
 """Tests of what a capture learns of the memory of operators."""
 
 import contextlib
-import functools
 import math
 import types
 
@@ -9,7 +8,7 @@ import torch
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan, FULL, Lives, Operators, storages
+from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan, FULL, Placing, storages
 from torch_overlay._inductor.relaunch.capture.capture import _is_plain
 from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 
@@ -27,9 +26,9 @@ class TestOperators(TestCase):
         self.asked: list[bool] = []  # of each operator: did it ask the allocator?
         self.segments: list[dict[int, int]] = []  # that the next operators have
         recording = types.SimpleNamespace(apart=self.apart)
-        self.placing = types.SimpleNamespace(lives=Lives(), scratch={}, placed={})
-        self.operators = Operators(AllocationPlan(dying=frozenset([0])), recording, self.placing)
+        self.placing = Placing(AllocationPlan(dying=frozenset([0])), recording, with_uses=False)
         self.kept: list[torch.Tensor] = []
+        self.function = lambda *args, **kwargs: self.kept[-1]
         self.number = 0
 
     @contextlib.contextmanager
@@ -48,8 +47,7 @@ class TestOperators(TestCase):
         base = 1 << 50 | self.number << 32
         sizes = segments or [4096]
         self.segments.append({base + (k << 16): size for k, size in enumerate(sizes)})
-        call = functools.partial(lambda function, args, kwargs: out, torch.sin, args, kwargs)
-        self.assertIs(self.operators.run(self.number, call), out)
+        self.assertIs(self.placing.run(self.number, self.function, args, kwargs), out)
         self.number += 1
         return self.asked[-1], [self.placing.scratch[base + (k << 16)] for k in range(len(sizes))]
 
@@ -57,7 +55,7 @@ class TestOperators(TestCase):
         x, y = placed(3, 4), placed(3, 4)
         self.assertEqual(self.run_one(x, 1.0, [2, 3], out=None), (True, [1024]))
         self.assertEqual(self.run_one(y, 1.0, [2, 3], out=None), (False, [1024]))
-        self.assertEqual(self.operators.asked, {0: (1, 1000), 1: (1, 1000)})
+        self.assertEqual(self.placing.asked, {0: (1, 1000), 1: (1, 1000)})
 
     def test_calls_that_are_not_alike(self):
         x = placed(3, 4)
@@ -82,7 +80,7 @@ class TestOperators(TestCase):
         self.run_one(x, segments=[4096, 512])
         self.assertEqual(self.run_one(x, segments=[512, 4096]), (False, [512, 1024]))
         self.assertEqual(self.run_one(x, segments=[8192]), (False, [8192]), "all of it may be in use")
-        self.assertEqual(self.operators.asked[2], (-1, 8192))
+        self.assertEqual(self.placing.asked[2], (-1, 8192))
         self.assertEqual(self.run_one(x, segments=[4096, 4096]), (False, [4096, 4096]))
 
     def test_zeros_without_memory_have_no_address(self):
@@ -91,6 +89,6 @@ class TestOperators(TestCase):
         self.assertFalse(_is_plain(zeros))
 
     def test_plan_knows(self):
-        self.operators.plan = AllocationPlan(dying=frozenset([0]), asked={0: (1, 300), 1: (1, 700)})
+        self.placing.plan = AllocationPlan(dying=frozenset([0]), asked={0: (1, 300), 1: (1, 700)})
         x = torch.empty(3, 4)
         self.assertEqual([self.run_one(x), self.run_one(x)], [(False, [512]), (False, [1024])])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import part_of
+from torch_overlay._inductor.relaunch.launch.executable import part_of
 from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, Template
 from torch_overlay.csrc import DriverError
 

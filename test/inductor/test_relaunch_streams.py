@@ -5,12 +5,10 @@ from typing import Any
 import torch
 from torch._dynamo.test_case import TestCase
 
-import form
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._functorch.streams.ids import COPY_STREAMS
-from torch_overlay._inductor.relaunch import attachments
-from torch_overlay._inductor.relaunch.capture import recording
+from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams
 
 
 def stream(number: int) -> torch.Stream:
@@ -20,14 +18,13 @@ def stream(number: int) -> torch.Stream:
 class TestExchange(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        attachments.attach()
         self.made: Any = "capture's {}".format
 
     def test_table_of_objects(self) -> None:
         event, owned = object(), objects.Owned(stream, (32,), {})
         leave = objects.enter(stream(7), stream(7), event, owned, stream(32))
         try:
-            with recording.exchanged_streams(self.made):
+            with exchanged_streams(self.made):
                 found = [objects.get(index) for index in range(5)]
             self.assertEqual([objects.get(0), objects.get(3)], [stream(7), stream(32)])
         finally:
@@ -38,23 +35,12 @@ class TestExchange(TestCase):
     def test_copies_have_streams_besides(self) -> None:
         leave = objects.enter(stream(0), stream(7))
         try:
-            with recording.exchanged_streams(self.made):
+            with exchanged_streams(self.made):
                 copies = [runtime.copy_stream(number) for number in (COPY_STREAMS, COPY_STREAMS)]
                 self.assertEqual([objects.get(1), *copies], ["capture's 1", *["capture's 2"] * 2])
         finally:
             leave()
 
     def test_code_without_streams(self) -> None:
-        with recording.exchanged_streams(self.made):
+        with exchanged_streams(self.made):
             self.assertIsNone(objects.current())
-
-
-class TestAttached(TestCase):
-    @form.overlay_only
-    def test_with_the_overlay_and_with_the_policy_alone(self) -> None:
-        for module in ("torch_overlay._inductor.relaunch.hooks", "torch_overlay.cudagraphs"):
-            program = f"import {module}\nfrom torch_overlay._inductor.relaunch.keys import keepers\n"
-            program += "from torch_overlay._inductor.relaunch.capture.recording import checks, exchanges\n"
-            program += "print(len(exchanges), len(keepers), len(checks))"
-            done = form.fork_python(program)
-            self.assertEqual(done.stdout, "2 1 1\n", done.stderr)

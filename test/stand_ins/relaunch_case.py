@@ -13,7 +13,7 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, runner, runners
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.causes import CodeFacts
-from torch_overlay._inductor.relaunch.memory import arrange, chunks
+from torch_overlay._inductor.relaunch.memory import arrange, outputs
 from torch_overlay._inductor.relaunch.runner import Runner
 
 
@@ -81,7 +81,7 @@ class RelaunchTestCase(TestCase):
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""
         limits = ((arrange, "GAIN", least), (arrange, "STEP", least), (arrange, "SMALL", 0))
-        for module, name, value in (*limits, (runner, "LARGE", 1), (chunks, "LITTLE", 0)):
+        for module, name, value in (*limits, (runner, "LARGE", 1), (outputs, "LITTLE", 0)):
             self.enterContext(mock.patch.object(module, name, value))
 
     def counted(self, name):

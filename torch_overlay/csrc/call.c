@@ -4,7 +4,6 @@
 #include "device.h"
 #include "launch_memory.h"
 #include "module.h"
-#include "outputs.h"
 #include "patch.h"
 
 #include <structmember.h>
@@ -29,7 +28,6 @@ typedef struct {
     Input *input;
     Program numbers;
     Layout layout;
-    Outputs outputs;
     Counter counter;
     PyObject *replay; /* keeps the executable; not called if the driver launches */
     int direct;
@@ -120,8 +118,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         Py_END_ALLOW_THREADS
     }
     launching = 1;
-    memcpy(blocks->value, values, blocks->words * sizeof *values);
-    if ((set = set_listed(blocks, write_bases(blocks, base))) >= 0) {
+    if ((set = set_listed(blocks, write_blocks(blocks, base, values))) >= 0) {
         self->patched += (unsigned long long)set;
         code = launch_executable(self, stream);
     }
@@ -170,7 +167,7 @@ static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int
     }
     if (!originals || originals == Py_None) originals = inputs;
     if (!allocate_memory(&self->layout, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
-        && !free_scratch(&self->layout, &memory) && (result = make_outputs(&self->outputs, originals, memory.storages))
+        && !free_scratch(&self->layout, &memory) && (result = make_outputs(&self->layout, originals, memory.storages))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
 done:
@@ -186,10 +183,10 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {
-    AT(blocks.rebuild), AT(layout.empty),    AT(layout.storages), AT(layout.raw_alloc),    AT(layout.raw_delete),
-    AT(outputs.typed),  AT(outputs.recipes), AT(outputs.empty),   AT(outputs.reinterpret), AT(counter.counters),
-    AT(counter.group),  AT(counter.name),    AT(replay),          AT(misaligned),          AT(counts)};
+static const size_t objects[] = {AT(blocks.rebuild),    AT(layout.empty),  AT(layout.storages), AT(layout.raw_alloc),
+                                 AT(layout.raw_delete), AT(layout.typed),  AT(layout.recipes),  AT(layout.reinterpret),
+                                 AT(counter.counters),  AT(counter.group), AT(counter.name),    AT(replay),
+                                 AT(misaligned),        AT(counts)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -198,7 +195,6 @@ static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)sel
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
-    outputs_clear(&self->outputs);
     layout_clear(&self->layout);
     program_clear(&self->numbers);
     device_clear(&self->device);
@@ -249,19 +245,17 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     Blocks *blocks;
     Layout *layout;
-    Outputs *outputs;
     Counter *counter;
     Py_ssize_t regions, scratch;
     if (!self) return NULL;
     blocks = &self->blocks;
     layout = &self->layout;
-    outputs = &self->outputs;
     counter = &self->counter;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type,
                                      &nodes, &PyTuple_Type, &slots, &regions, &PyTuple_Type, &words, &blocks->rebuild,
                                      &blocks->by_graph, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
-                                     &PyTuple_Type, &outputs->typed, &scratch, &numbers, &order, &PyTuple_Type,
-                                     &outputs->recipes, &layout->empty, &outputs->reinterpret, &self->replay,
+                                     &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type,
+                                     &layout->recipes, &layout->empty, &layout->reinterpret, &self->replay,
                                      &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
                                      &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
@@ -269,7 +263,6 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
         Py_DECREF(self);
         return NULL;
     }
-    outputs->empty = layout->empty;
     for (size_t i = 0; i < OBJECTS; i++) Py_XINCREF(owned(self, i));
     blocks->exec = (Handle)(uintptr_t)exec;
     layout->inputs = PyTuple_GET_SIZE(inputs);
@@ -277,8 +270,8 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
     if (blocks_init(blocks, regions, nodes, slots, words) || device_init(&self->device, device)
-        || read_numbers(self, numbers) || bind_inputs(self, inputs) || layout_init(layout, order)
-        || outputs_init(outputs, PyTuple_GET_SIZE(layout->storages), &self->least) || check_regions(self)) {
+        || read_numbers(self, numbers) || bind_inputs(self, inputs) || layout_init(layout, order, &self->least)
+        || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }

@@ -40,27 +40,6 @@ typedef struct {
     uint64_t begin, end;
 } Extent;
 
-/* A kernel, with its parameters in one block; or a fill or copy of memory, whose parameters are addresses. */
-typedef struct {
-    Handle function;     /* NULL: a fill or a copy */
-    MemsetParams fill;   /* of a copy: the width alone, and no size of elements */
-    LaunchConfig config; /* without stream and attributes */
-    LaunchAttribute attribute[ATTRIBUTES];
-    Py_ssize_t count, size; /* parameters; bytes of the block */
-    size_t offset[MOST_PARAMETERS], width[MOST_PARAMETERS];
-    unsigned char block[MOST_BYTES];
-} Captured;
-
-typedef struct {
-    Captured *kernel;
-    int kernels;
-    Extent operand[MOST_ARGUMENTS];
-    Py_ssize_t operands;
-    PyObject *temporaries; /* bytes of (address, size) of what was ever allocated in captures */
-    PyObject *results;     /* of `results` */
-    const char *why;       /* why it is no entry */
-} Capture;
-
 /* Word `at` of a block is the address of operand `place`, or of temporary `place - MOST_ARGUMENTS`, plus `delta`. */
 typedef struct {
     size_t at;
@@ -68,17 +47,27 @@ typedef struct {
     uint64_t delta;
 } Slot;
 
+/* A kernel, with its parameters in one block; or a fill or copy of memory, whose parameters are addresses. */
 typedef struct {
-    Handle function;
-    MemsetParams fill;
-    LaunchConfig config;
+    Handle function;     /* NULL: a fill or a copy */
+    MemsetParams fill;   /* of a copy: the width alone, and no size of elements */
+    LaunchConfig config; /* without stream and attributes */
     LaunchAttribute attribute[ATTRIBUTES];
-    Py_ssize_t count, size;
-    size_t *offset;
+    size_t count, size, *offset, *width; /* parameters; bytes of the block; where each parameter lies, one allocation */
     unsigned char *block;
-    Slot *slot;
+    Slot *slot; /* once the pointers of the function are known */
     int slots;
 } Launch;
+
+typedef struct {
+    Launch *launch; /* an entry takes them */
+    int launches;
+    Extent operand[MOST_ARGUMENTS];
+    Py_ssize_t operands;
+    PyObject *temporaries; /* bytes of (address, size) of what was ever allocated in captures */
+    PyObject *results;     /* of `results` */
+    const char *why;       /* why it is no entry */
+} Capture;
 
 /* Temporary memory is allocated for each launch, and the results among it are returned. */
 typedef struct {
@@ -202,59 +191,80 @@ static PyObject *tuple_of(PyObject *const *arguments, Py_ssize_t count) {
     return made;
 }
 
+static void clear_launches(Launch *launch, int count) {
+    for (int i = 0; i < count; i++) {
+        PyMem_Free(launch[i].offset);
+        PyMem_Free(launch[i].block);
+        PyMem_Free(launch[i].slot);
+    }
+    PyMem_Free(launch);
+}
+
 static void clear_capture(Capture *capture) {
-    PyMem_Free(capture->kernel);
+    clear_launches(capture->launch, capture->launches);
     Py_CLEAR(capture->temporaries);
     Py_CLEAR(capture->results);
 }
 
-/* Returns 1; 0 if the parameters are too many, or the driver doesn't describe them. */
-static int read_parameters(Captured *kernel, const KernelParams *params) {
-    size_t offset, width;
+/* Makes room for the parameters. Returns 1; 0 with an error. */
+static int reserve(Launch *launch, size_t count, size_t size) {
+    launch->count = count;
+    launch->size = size;
+    if (!(launch->offset = zeros(2 * (Py_ssize_t)count, sizeof *launch->offset))) return 0;
+    launch->width = launch->offset + count;
+    return (launch->block = zeros((Py_ssize_t)size, 1)) != NULL;
+}
+
+/* Returns 1; 0 if the parameters are too many, or the driver doesn't describe them, or with an error. */
+static int read_parameters(Launch *kernel, const KernelParams *params) {
+    size_t offset, width, count = 0, size = 0;
     Handle function = params->func;
     const unsigned char *packed = NULL, *from;
     if (!function && cu.KernelGetFunction(&function, params->kern)) return 0;
     for (void **extra = params->extra; extra && *extra; extra += 2)
         if (*extra == (void *)BUFFER_POINTER) packed = extra[1];
-    while (!cu.FuncGetParamInfo(function, (size_t)kernel->count, &offset, &width)) {
-        if (kernel->count == MOST_PARAMETERS || offset + width > MOST_BYTES) return 0;
-        from = params->arguments ? params->arguments[kernel->count] : packed ? packed + offset : NULL;
+    for (; !cu.FuncGetParamInfo(function, count, &offset, &width); count++) {
+        if (count == MOST_PARAMETERS || offset + width > MOST_BYTES) return 0;
+        if (size < offset + width) size = offset + width;
+    }
+    if (!reserve(kernel, count, size)) return 0;
+    for (size_t k = 0; k < count; k++) {
+        cu.FuncGetParamInfo(function, k, &kernel->offset[k], &kernel->width[k]);
+        from = params->arguments ? params->arguments[k] : packed ? packed + kernel->offset[k] : NULL;
         if (!from) return 0;
-        kernel->offset[kernel->count] = offset;
-        kernel->width[kernel->count++] = width;
-        memcpy(kernel->block + offset, from, width);
-        if (kernel->size < (Py_ssize_t)(offset + width)) kernel->size = (Py_ssize_t)(offset + width);
+        memcpy(kernel->block + kernel->offset[k], from, kernel->width[k]);
     }
     return 1;
 }
 
-static void note_addresses(Captured *memory, Address to, Address from, int count) {
-    memcpy(memory->block, &to, sizeof to);
-    memcpy(memory->block + sizeof to, &from, sizeof from);
-    memory->count = 1;
-    memory->size = (Py_ssize_t)(memory->width[0] = (size_t)count * sizeof to);
+static int note_addresses(Launch *memory, Address to, Address from, size_t count) {
+    const Address address[] = {to, from};
+    if (!reserve(memory, 1, sizeof address)) return 0;
+    memory->width[0] = count * sizeof to;
+    memcpy(memory->block, address, sizeof address);
+    return 1;
 }
 
-static int read_fill(Captured *fill, Handle node) {
+static int read_fill(Launch *fill, Handle node) {
     unsigned size;
-    if (cu.GraphMemsetNodeGetParams(node, &fill->fill) || fill->fill.height > 1) return 0;
-    note_addresses(fill, fill->fill.to, 0, 1);
+    if (cu.GraphMemsetNodeGetParams(node, &fill->fill) || fill->fill.height > 1
+        || !note_addresses(fill, fill->fill.to, 0, 1))
+        return 0;
     fill->fill.to = 0;
     size = fill->fill.element_size;
     return size == 1 || size == 2 || size == 4;
 }
 
-static int read_copy(Captured *copy, Handle node) {
+static int read_copy(Launch *copy, Handle node) {
     CopyParams p;
     if (cu.GraphMemcpyNodeGetParams(node, &p) || p.height > 1 || p.depth > 1 || p.from.y || p.from.z || p.to.y
         || p.to.z)
         return 0;
-    note_addresses(copy, p.to.device + p.to.x, p.from.device + p.from.x, 2);
     copy->fill.width = p.width;
-    return 1;
+    return note_addresses(copy, p.to.device + p.to.x, p.from.device + p.from.x, 2);
 }
 
-static int read_kernel(Captured *kernel, Handle node) {
+static int read_kernel(Launch *kernel, Handle node) {
     KernelParams params;
     memset(&params, 0, sizeof params);
     if (cu.GraphKernelNodeGetParams(node, &params)) return 0;
@@ -297,18 +307,18 @@ static int read_graph(Capture *capture, Handle graph) {
         || (nodes && cu.GraphGetNodes(graph, node, &nodes)))
         return refused(capture, "it launches too much");
     if (!is_in_order(graph, node, nodes)) return refused(capture, "its launches are in no known order");
-    if (!(capture->kernel = zeros((Py_ssize_t)nodes, sizeof *capture->kernel))) return -1;
+    if (!(capture->launch = zeros((Py_ssize_t)nodes, sizeof *capture->launch))) return -1;
     for (size_t i = 0; i < nodes; i++) {
-        Captured *kernel = &capture->kernel[capture->kernels];
+        Launch *launch;
         if (cu.GraphNodeGetType(node[i], &kind)) kind = -1;
         if (kind == EMPTY_NODE) continue;
         if (kind != KERNEL_NODE && kind != FILL_NODE && kind != COPY_NODE)
             return refused(capture, "it does more than to launch kernels");
-        if (!(kind == KERNEL_NODE ? read_kernel(kernel, node[i])
-              : kind == FILL_NODE ? read_fill(kernel, node[i])
-                                  : read_copy(kernel, node[i])))
+        launch = &capture->launch[capture->launches++];
+        if (!(kind == KERNEL_NODE ? read_kernel(launch, node[i])
+              : kind == FILL_NODE ? read_fill(launch, node[i])
+                                  : read_copy(launch, node[i])))
             return refused(capture, "a launch isn't known in full");
-        capture->kernels++;
     }
     return 1;
 }
@@ -352,7 +362,7 @@ static int capture_call(Calls *self, PyObject *function, PyObject *names, PyObje
 
 /* ---- words ---- */
 
-static uint64_t word_at(const Captured *kernel, size_t at) {
+static uint64_t word_at(const Launch *kernel, size_t at) {
     uint64_t word;
     memcpy(&word, kernel->block + at, sizeof word);
     return word;
@@ -400,12 +410,12 @@ static int is_pointer(const Capture *first, const Capture *second, uint64_t a, u
 /* Finds the offsets of a kernel's pointers, of which there is room for MOST_SLOTS. Returns NULL; or why they aren't
    known: a word that differs is none, or a word that is the same could be one. */
 static const char *compare(const Capture *first, const Capture *second, int i, uint32_t *pointer, size_t *pointers) {
-    const Captured *a = &first->kernel[i], *b = &second->kernel[i];
+    const Launch *a = &first->launch[i], *b = &second->launch[i];
     uint64_t unused;
     if (a->function != b->function || memcmp(&a->config, &b->config, sizeof a->config)
         || memcmp(a->attribute, b->attribute, sizeof a->attribute))
         return "two captures launch different kernels";
-    for (Py_ssize_t k = 0; k < a->count; k++) {
+    for (size_t k = 0; k < a->count; k++) {
         size_t at = a->offset[k], end = at + a->width[k];
         while (at < end) {
             uint64_t x, y;
@@ -449,16 +459,16 @@ static int has_offset(const uint32_t *offset, size_t count, size_t wanted) {
 
 /* Compares a capture with a second one at other addresses, and notes where its functions have pointers. */
 static int learn(Calls *self, const Capture *first, const Capture *second) {
-    for (int i = 0; i < first->kernels; i++) {
+    for (int i = 0; i < first->launches; i++) {
         uint32_t pointer[2 * MOST_SLOTS];
         size_t pointers = 0;
-        Handle function = first->kernel[i].function;
+        Handle function = first->launch[i].function;
         PyObject *known = function ? known_pointers(self, function) : NULL, *key, *value;
         const char *why = "two captures launch different kernels";
         int code;
         if (PyErr_Occurred()) return -1;
         if (!function) continue;
-        if (first->kernels == second->kernels) why = compare(first, second, i, pointer, &pointers);
+        if (first->launches == second->launches) why = compare(first, second, i, pointer, &pointers);
         if (known && PyBytes_CheckExact(known)) { /* a pointer may have been null before */
             const uint32_t *before = (const uint32_t *)PyBytes_AS_STRING(known);
             for (size_t k = 0, n = (size_t)PyBytes_GET_SIZE(known) / 4; k < n; k++)
@@ -484,16 +494,14 @@ static int seems_memory(Calls *self, uint64_t word, size_t at) {
     return 0;
 }
 
-/* Fills the slots of a kernel. 1: it has them all. 0: a word is no pointer that its function is known to have: then
+/* Finds the slots of a kernel. 1: it has them all. 0: a word is no pointer that its function is known to have: then
    `unknown` is set if the function has to be learnt. -1: an error. */
-static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots, int *unknown) {
+static int find_slots(Calls *self, Capture *capture, Launch *kernel, int *unknown) {
     static const uint32_t of_memory[] = {0, 8};
-    const Captured *kernel = &capture->kernel[i];
     PyObject *known = kernel->function ? known_pointers(self, kernel->function) : NULL;
     const uint32_t *pointer = kernel->function ? NULL : of_memory;
     size_t pointers = 2;
     uint64_t delta;
-    *slots = 0;
     if (PyErr_Occurred()) return -1;
     if (known && PyBytes_CheckExact(known)) {
         pointer = (const uint32_t *)PyBytes_AS_STRING(known);
@@ -502,7 +510,10 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
         *unknown |= !known;
         return refused(capture, known ? PyUnicode_AsUTF8(known) : "a function isn't known");
     }
-    for (Py_ssize_t k = 0; k < kernel->count; k++)
+    PyMem_Free(kernel->slot); /* of what was known before */
+    kernel->slots = 0;
+    if (!(kernel->slot = zeros((Py_ssize_t)pointers, sizeof *kernel->slot))) return -1;
+    for (size_t k = 0; k < kernel->count; k++)
         for (size_t at = kernel->offset[k]; at + 8 <= kernel->offset[k] + kernel->width[k]; at += 4) {
             uint64_t word = word_at(kernel, at);
             Py_ssize_t place = place_of(capture, word, &delta);
@@ -510,8 +521,8 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
                 if (!word && kernel->function) continue;
                 if (place < 0) return refused(capture, "a pointer is no address of a tensor");
                 if (place < MOST_ARGUMENTS && delta) return refused(capture, "an address is inside of a tensor");
-                if (*slots == MOST_SLOTS) return refused(capture, "it has too many pointers");
-                slot[(*slots)++] = (Slot){at, (int)place, delta};
+                if ((size_t)kernel->slots == pointers) return refused(capture, "it has too many pointers");
+                kernel->slot[kernel->slots++] = (Slot){at, (int)place, delta};
                 at += 4;
             } else if (place >= 0 || seems_memory(self, word, at)) {
                 *unknown = 1;
@@ -525,14 +536,9 @@ static int slots_of(Calls *self, Capture *capture, int i, Slot *slot, int *slots
 
 static void entry_dealloc(Entry *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (int i = 0; self->launch && i < self->launches; i++) {
-        PyMem_Free(self->launch[i].offset);
-        PyMem_Free(self->launch[i].block);
-        PyMem_Free(self->launch[i].slot);
-    }
+    clear_launches(self->launch, self->launches);
     for (int i = 0; i < self->temporaries; i++) Py_XDECREF(self->temporary[i]);
     Py_XDECREF(self->results);
-    PyMem_Free(self->launch);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -568,13 +574,10 @@ static PyObject *result_of(Entry *entry, const Capture *capture, PyObject *item,
 static int read_results(Entry *entry, const Capture *capture, int *number) {
     PyObject *results = capture->results;
     if (!PyList_Check(results)) return (entry->results = result_of(entry, capture, results, number)) != NULL;
-    if (!(entry->results = PyTuple_New(PyList_GET_SIZE(results)))) return 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results); i++) {
-        PyObject *made = result_of(entry, capture, PyList_GET_ITEM(results, i), number);
-        if (!made) return 0;
-        PyTuple_SET_ITEM(entry->results, i, made);
-    }
-    return 1;
+    entry->results = PyTuple_New(PyList_GET_SIZE(results));
+    for (Py_ssize_t i = 0; entry->results && i < PyList_GET_SIZE(results); i++)
+        set_item(&entry->results, i, result_of(entry, capture, PyList_GET_ITEM(results, i), number));
+    return entry->results != NULL;
 }
 
 /* Numbers the temporaries of an entry, which slots name by their numbers among all. Returns 0 if they are too many. */
@@ -598,36 +601,19 @@ static int number_temporaries(Entry *entry, const Capture *capture) {
     return 1;
 }
 
-static void *copied(const void *from, size_t size) {
-    void *to = zeros((Py_ssize_t)size, 1);
-    return to ? memcpy(to, from, size) : NULL;
-}
-
 /* Returns an entry; NULL without an error if the capture can't be one. */
 static PyObject *entry_of(Calls *self, Capture *capture, int *unknown) {
-    Entry *entry = (Entry *)entry_type->tp_alloc(entry_type, 0);
-    if (!entry || !(entry->launch = zeros(capture->kernels, sizeof *entry->launch))) goto fail;
-    for (int i = 0; i < capture->kernels; i++) {
-        const Captured *kernel = &capture->kernel[i];
-        Launch *launch = &entry->launch[i];
-        Slot slot[MOST_SLOTS];
-        if (slots_of(self, capture, i, slot, &launch->slots, unknown) <= 0) goto fail;
-        entry->launches = i + 1;
-        launch->function = kernel->function;
-        launch->fill = kernel->fill;
-        launch->config = kernel->config;
-        memcpy(launch->attribute, kernel->attribute, sizeof launch->attribute);
-        launch->count = kernel->count;
-        launch->size = kernel->size;
-        if (!(launch->offset = copied(kernel->offset, (size_t)kernel->count * sizeof *kernel->offset))
-            || !(launch->block = copied(kernel->block, (size_t)kernel->size))
-            || !(launch->slot = copied(slot, (size_t)launch->slots * sizeof *slot)))
-            goto fail;
-    }
+    Entry *entry;
+    for (int i = 0; i < capture->launches; i++)
+        if (find_slots(self, capture, &capture->launch[i], unknown) <= 0) return NULL;
+    if (!(entry = (Entry *)entry_type->tp_alloc(entry_type, 0))) return NULL;
+    entry->launch = capture->launch;
+    entry->launches = capture->launches;
+    capture->launch = NULL;
+    capture->launches = 0;
     if (number_temporaries(entry, capture)) return (PyObject *)entry;
     refused(capture, "its results or its temporary memory aren't known");
-fail:
-    Py_XDECREF(entry);
+    Py_DECREF(entry);
     return NULL;
 }
 
@@ -720,12 +706,12 @@ static int launch_kernel(const Launch *launch, const uint64_t *base, Handle stre
     void *at[MOST_PARAMETERS + 1];
     LaunchConfig config = launch->config;
     int code;
-    memcpy(block, launch->block, (size_t)launch->size);
+    memcpy(block, launch->block, launch->size);
     for (int i = 0; i < launch->slots; i++) {
         uint64_t address = base[launch->slot[i].place] + launch->slot[i].delta;
         memcpy(block + launch->slot[i].at, &address, sizeof address);
     }
-    for (Py_ssize_t i = 0; i < launch->count; i++) at[i] = block + launch->offset[i];
+    for (size_t i = 0; i < launch->count; i++) at[i] = block + launch->offset[i];
     config.stream = stream;
     config.attributes = launch->attribute;
     Py_BEGIN_ALLOW_THREADS code = launch->function ? cu.LaunchKernelEx(&config, launch->function, at, NULL)

@@ -18,31 +18,19 @@ int asked_address(PyObject *object, uint64_t *address) {
 static PyObject *py_addresses(PyObject *module, PyObject *arg) {
     PyObject *tensors = PySequence_Tuple(arg), *result;
     if (!tensors) return NULL;
-    if ((result = PyTuple_New(PyTuple_GET_SIZE(tensors))))
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
-            PyObject *number;
-            uint64_t address;
-            if (address_of(PyTuple_GET_ITEM(tensors, i), &address)
-                || !(number = PyLong_FromUnsignedLongLong(address))) {
-                Py_CLEAR(result);
-                break;
-            }
-            PyTuple_SET_ITEM(result, i, number);
-        }
+    result = PyTuple_New(PyTuple_GET_SIZE(tensors));
+    for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(tensors); i++) {
+        uint64_t address;
+        int code = address_of(PyTuple_GET_ITEM(tensors, i), &address);
+        set_item(&result, i, code ? NULL : PyLong_FromUnsignedLongLong(address));
+    }
     Py_DECREF(tensors);
     return result;
 }
 
 static PyObject *row_of(const int64_t *values, int64_t count) {
     PyObject *row = PyTuple_New((Py_ssize_t)count);
-    for (Py_ssize_t i = 0; row && i < count; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-        if (!value) {
-            Py_CLEAR(row);
-            break;
-        }
-        PyTuple_SET_ITEM(row, i, value);
-    }
+    for (Py_ssize_t i = 0; row && i < count; i++) set_item(&row, i, PyLong_FromLongLong(values[i]));
     return row;
 }
 

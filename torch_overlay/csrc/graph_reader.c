@@ -175,11 +175,7 @@ static PyObject *values_of(const KernelParams *params, const Function *function,
     for (size_t k = 0; values && k < function->count; k++) {
         const Parameter *each = &function->parameter[k];
         const char *at = base ? base + each->offset : params->arguments[k];
-        PyObject *value = Py_BuildValue("ny#", (Py_ssize_t)each->offset, at, (Py_ssize_t)each->size);
-        if (!value)
-            Py_CLEAR(values);
-        else
-            PyTuple_SET_ITEM(values, (Py_ssize_t)k, value);
+        set_item(&values, (Py_ssize_t)k, Py_BuildValue("ny#", (Py_ssize_t)each->offset, at, (Py_ssize_t)each->size));
     }
     return values;
 }

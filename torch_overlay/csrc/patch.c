@@ -75,7 +75,6 @@ void blocks_clear(Blocks *self) {
     PyMem_Free(self->base);
     PyMem_Free(self->turn_of);
     PyMem_Free(self->word);
-    PyMem_Free(self->value);
     if (self->lock) PyThread_free_lock(self->lock);
 }
 
@@ -112,7 +111,6 @@ static int read_words(Blocks *self, PyObject *words) {
             return refuse("a number slot lies outside of its node");
         *word = (Word){node->block + slot[1], (size_t)slot[0], slot[2], 0};
         memcpy(&word->held, word->where, length);
-        self->value[i] = word->held;
     }
     return 0;
 }
@@ -128,7 +126,7 @@ int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *poi
     if (!(self->node = zeros(nodes, sizeof *self->node)) || !(self->slot = zeros(slots, sizeof *self->slot))
         || !(self->first = zeros(regions, sizeof *self->first)) || !(self->dirty = zeros(nodes, sizeof *self->dirty))
         || !(self->turn_of = zeros(nodes, sizeof *self->turn_of)) || !(self->base = zeros(regions, sizeof *self->base))
-        || !(self->word = zeros(words, sizeof *self->word)) || !(self->value = zeros(words, sizeof *self->value)))
+        || !(self->word = zeros(words, sizeof *self->word)))
         return -1;
     if (!(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
@@ -158,11 +156,11 @@ static size_t write_slots(Blocks *self, size_t region, uint64_t base, size_t cou
 }
 
 /* Writes the number slots whose value has changed, and puts their nodes on the list. */
-static size_t write_words(Blocks *self, size_t count) {
+static size_t write_words(Blocks *self, const uint64_t *value, size_t count) {
     for (size_t i = 0; i < self->words; i++) {
         Word *word = &self->word[i];
-        if (!self->stale && word->held == self->value[i]) continue;
-        word->held = self->value[i];
+        if (!self->stale && word->held == value[i]) continue;
+        word->held = value[i];
         memcpy(word->where, &word->held, size_of_word(word->type));
         count = list_node(self, word->node, count);
     }
@@ -213,7 +211,7 @@ Py_ssize_t set_listed(Blocks *self, size_t count) {
     return (Py_ssize_t)count;
 }
 
-size_t write_bases(Blocks *self, const uint64_t *base) {
+size_t write_blocks(Blocks *self, const uint64_t *base, const uint64_t *value) {
     size_t count = 0;
     self->turn++;
     for (size_t r = 0; r < self->regions; r++) {
@@ -221,5 +219,5 @@ size_t write_bases(Blocks *self, const uint64_t *base) {
         self->base[r] = base[r];
         count = write_slots(self, r, base[r], count);
     }
-    return write_words(self, count);
+    return write_words(self, value, count);
 }

@@ -28,7 +28,6 @@ typedef struct {
     Handle exec;
     size_t nodes, slots, regions, words;
     Word *word;
-    uint64_t *value; /* what each word is to hold */
     Node *node;
     Slot *slot;              /* sorted by region: those of region r are [first[r], first[r + 1]) */
     size_t *first, *dirty;   /* dirty: nodes to set, at most all */
@@ -44,8 +43,8 @@ typedef struct {
    slots. Returns 0, or -1 with an error; they are to be cleared either way. */
 int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers);
 void blocks_clear(Blocks *self);
-/* Writes the bases and `value` into the blocks. Returns how many nodes are now on the list `dirty`: those of what is
-   other than before, and all if the blocks are stale. */
-size_t write_bases(Blocks *self, const uint64_t *base);
+/* Writes the bases of the regions and the values of the words into the blocks. Returns how many nodes are now on the
+   list `dirty`: those of what is other than before, and all if the blocks are stale. */
+size_t write_blocks(Blocks *self, const uint64_t *base, const uint64_t *value);
 /* Sets the nodes on the list. Returns their number, or -1. */
 Py_ssize_t set_listed(Blocks *self, size_t count);

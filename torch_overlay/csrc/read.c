@@ -8,6 +8,13 @@ void *zeros(Py_ssize_t count, size_t size) {
     return made;
 }
 
+void set_item(PyObject **tuple, Py_ssize_t i, PyObject *item) {
+    if (item)
+        PyTuple_SET_ITEM(*tuple, i, item);
+    else
+        Py_CLEAR(*tuple);
+}
+
 int refuse(const char *why) {
     PyErr_SetString(PyExc_ValueError, why);
     return -1;

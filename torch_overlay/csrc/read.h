@@ -8,6 +8,8 @@
 
 /* Returns memory of zeros for `count` elements, and for one more, so that it is never empty; NULL if there is none. */
 void *zeros(Py_ssize_t count, size_t size);
+/* Puts an item, which may be NULL with an error, into a new tuple, which is cleared then. Steals the item. */
+void set_item(PyObject **tuple, Py_ssize_t i, PyObject *item);
 /* Sets a ValueError, and returns -1. */
 int refuse(const char *why);
 /* Returns 1 if the item is a tuple; else 0, with a TypeError that names item `i` (`i` < 0: it has no number).

@@ -216,7 +216,7 @@ class SimulatedRunner:
         return max(1, self.calls - self.outside["warm-up"])
 
     def graphs(self) -> list[Any]:
-        from torch_overlay._inductor.relaunch.launch.staged import Graph
+        from torch_overlay._inductor.relaunch.launch.relaunch import Graph
 
         return [Graph(launches=1, nodes=0, scratch=0)]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.causes import Cause, refused as all_refused
-from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
+from torch_overlay._inductor.relaunch.runners import listen, on_reset
 from torch_overlay.table import aligned
 
 

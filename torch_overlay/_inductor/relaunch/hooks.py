@@ -15,9 +15,8 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import attachments, notes
+from torch_overlay._inductor.relaunch import notes
 from torch_overlay._inductor.relaunch.capture.device import prepare_early
-from torch_overlay._inductor.relaunch.describe import describe_whole
 from torch_overlay._inductor.relaunch.policy import (
     is_asked,
     is_set,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 
 RELAUNCH = RelaunchPolicy()
-attachments.attach()
 
 
 def is_of_others() -> bool:
@@ -100,7 +98,9 @@ def post_compile(
             RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
     settle_owners(notes.CompiledNotes.of(compiled).owners)
     if config.nvtx is True:
-        compiled.current_callable = profiler_ranges.within(describe_whole(compiled).name, compiled.current_callable)
+        compiled.current_callable = profiler_ranges.within(
+            notes.describe_whole(compiled).name, compiled.current_callable
+        )
 
 
 @contextlib.contextmanager

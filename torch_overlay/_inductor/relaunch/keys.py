@@ -3,18 +3,20 @@
 A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart
 (`bit_key`). An integer, which most keys are made of, is in the key as it is.
 
-A small tensor in host memory is in the key by its values, one in memory that lives as long as the graph (`Keeper`) by
-the identity of that.
+A small tensor in host memory is in the key by its values, one in a slab, which lives as long as the graphs that hold
+its address, by the identity of the slab.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._functorch.offload import runtime
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -37,28 +39,6 @@ def bit_key(value: Any) -> Any:
     return kind, value
 
 
-class Keeper(NamedTuple):
-    """An owner of host memory that lives as long as the graphs that hold its address, so that they may copy to and from
-    it. `identity(tensor)` tells the tensor's memory from all that may later have its address;
-    None if it isn't the owner's."""
-
-    holds: Callable[[int], bool]
-    identity: Callable[[torch.Tensor], Hashable | None]
-
-
-keepers: list[Keeper] = []
-
-
-def holds(address: int) -> bool:
-    """Return whether the address lies in such memory."""
-    return any(keeper.holds(address) for keeper in keepers)
-
-
-def identity(tensor: torch.Tensor) -> Hashable | None:
-    """Return the identity of the tensor's memory; None if it is any memory of the host."""
-    return next((found for keeper in keepers if (found := keeper.identity(tensor)) is not None), None)
-
-
 LARGEST_HOST_TENSOR = 8  # values; up to here they become a part of the key
 LARGE = object()  # in a key: a tensor in host memory with more values, so there can be no graph
 
@@ -75,6 +55,5 @@ def host_value(tensor: torch.Tensor) -> Any:
     if not tensor.dim():
         return tensor.dtype, bit_key(tensor.item())
     if tensor.numel() > LARGEST_HOST_TENSOR:
-        found = identity(tensor)
-        return LARGE if found is None else found
+        return runtime.identity(tensor) if runtime.is_slab(tensor) else LARGE
     return (tensor.dtype, *map(bit_key, tensor.flatten().tolist()))

@@ -53,10 +53,10 @@ from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
-from torch_overlay._inductor.relaunch.capture.recording import exchanges, names_in
+from torch_overlay._inductor.relaunch.capture.allocations import names_in
 from torch_overlay._inductor.relaunch.causes import CAUSES, CodeFacts, Kind, refuse, Refused
-from torch_overlay._inductor.relaunch.describe import compiled_frame, describe, describe_partition, describe_whole
-from torch_overlay._inductor.relaunch.on_reset import on_reset
+from torch_overlay._inductor.relaunch.notes import compiled_frame, describe, describe_partition, describe_whole
+from torch_overlay._inductor.relaunch.runners import on_reset
 
 
 if TYPE_CHECKING:
@@ -277,12 +277,12 @@ def _wrap(
 
 
 def _is_alone(model: Callable[..., Any], is_inference: bool) -> str | None:
-    """Return what would go wrong in a graph of generated code, if it was compiled without notes, or if captures don't
-    know of the caller's streams."""
+    """Return what would go wrong in a graph of generated code, if it was compiled without notes."""
     names = names_in(model)
-    is_noted = notes.CompiledNotes.find(_thread.graph) is not None
-    if not STREAMS.isdisjoint(names) and not (is_noted and exchanges):
+    if notes.CompiledNotes.find(_thread.graph) is not None:
+        return None
+    if not STREAMS.isdisjoint(names):
         return "work on streams of the caller's would not be captured"
-    if not is_inference and not ATTENTION.isdisjoint(names) and not is_noted:
+    if not is_inference and not ATTENTION.isdisjoint(names):
         return "seeds of attention would be where the operators don't expect them"
     return None

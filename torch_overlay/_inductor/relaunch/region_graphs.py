@@ -17,14 +17,13 @@ from torch._dynamo.utils import counters
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import causes, compiled_region, runners, split_off
+from torch_overlay._inductor.relaunch import causes, compiled_region, split_off
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
-from torch_overlay._inductor.relaunch.capture.blame import CaptureFailed, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import CaptureRequest
-from torch_overlay._inductor.relaunch.capture.culprit import Culprit
+from torch_overlay._inductor.relaunch.capture.culprit import CaptureFailed, Culprit, find_differing, make_or_blame
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.launch.staged import graph_of
+from torch_overlay._inductor.relaunch.launch.relaunch import graph_of
 from torch_overlay._inductor.relaunch.verify import Verified, VerifyError
 
 
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
-    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
-    from torch_overlay._inductor.relaunch.launch.staged import Split
+    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch, Split
     from torch_overlay._inductor.relaunch.states import CallKeys, State, States
 
 
@@ -76,7 +74,8 @@ class RegionGraphs:
         for stage in made.stages:
             if (rebuild := stage.rebuild) is not None:
                 rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
-        runners.count_capture(graph_of(made).nodes)
+        counters["torch_overlay"]["cudagraph_captures"] += 1
+        counters["torch_overlay"]["cudagraph_nodes"] += graph_of(made).nodes
         # From here on, each launch is one for a call; its last stage counts it.
         made.stages[-1].call.count_in(states.launches, ctypes.addressof(states.launches))
         relaunch = self._finished(made)
@@ -90,7 +89,7 @@ class RegionGraphs:
 
     def _compare(self, request: CaptureRequest, made: Relaunch | Split) -> None:
         """Raise CaptureFailed if a launch on copies of these inputs has other results than the compiled code: Note
-        [Kernels outside of a capture] of `blame`."""
+        [Kernels outside of a capture] of `capture.culprit`."""
         unwritten = set(self.code.static_inputs).difference(self.code.mutated_inputs)
         shared = {id(request.inputs[k]) for k in unwritten}  # parameters most often, for which there may be no room
 

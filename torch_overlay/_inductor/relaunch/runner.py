@@ -50,8 +50,8 @@ from torch_overlay._inductor.relaunch.compiled_region import address_of, Compile
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
-from torch_overlay._inductor.relaunch.on_reset import listen
 from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
+from torch_overlay._inductor.relaunch.runners import listen
 from torch_overlay._inductor.relaunch.states import CallKeys, States
 
 
@@ -81,13 +81,13 @@ def observe(region: CompiledRegion, inputs: list[Any]) -> Run:
     at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
     observer = AllocationObserver()
     namespace = namespace_of(region.model)
-    watch = Watch(observer, lambda number, call: call(), tuned_in=namespace)
+    watch = Watch(observer, tuned_in=namespace)
     with observed(namespace, observer), attention_seeds.noted() as noted, watch:
         result = region.run("warm-up", inputs, code=region.model)
     made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
     # An input may have been freed by now, and the region may have allocated at its address.
     fresh = [address for address in made if address not in given or address in observer.last]
-    plan = observer.plan(fresh, with_run(AllocationPlan()))
+    plan = observer.learned(fresh, with_run(AllocationPlan()))
     seeds = frozenset([at[address] for address in noted & at.keys()])
     return Run(result, plan, seeds)
 

@@ -1,21 +1,50 @@
-"""Lists the runners and graphs of the process, has them forgotten by `torch._dynamo.reset()`, and counts them."""
+"""Lists the runners and graphs of the process, has them forgotten by `torch._dynamo.reset()`, and counts them.
+
+A reset calls `reset` of each backend that Dynamo has met, and then forgets the backends. So a listener is put among
+these, without a seam, and again whenever there is something new to forget.
+"""
 
 from __future__ import annotations
 
 import weakref
 from typing import TYPE_CHECKING
 
-from torch._dynamo.utils import counters
-
 from torch_overlay._inductor.relaunch.capture import recording
 from torch_overlay._inductor.relaunch.launch import relaunch
-from torch_overlay._inductor.relaunch.on_reset import on_reset
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch_overlay._inductor.relaunch.runner import Runner
+
+
+_forgetting: list[Callable[[], None]] = []
+
+
+class _Listener:
+    """Stands among the backends."""
+
+    def reset(self) -> None:
+        for forget in _forgetting:
+            forget()
+
+
+_listener = _Listener()
+
+
+def on_reset(forget: Callable[[], None]) -> Callable[[], None]:
+    """Decorate a function that a reset is to call, once for each reset that `listen` was called before."""
+    _forgetting.append(forget)
+    return forget
+
+
+def listen() -> None:
+    """Have the next reset heard. Does nothing if it is heard already."""
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(_listener), _listener)  # pyrefly: ignore[no-matching-overload]
+
 
 known: weakref.WeakSet[Runner] = weakref.WeakSet()
 
@@ -26,11 +55,6 @@ def forget_all() -> None:
     after a graph break: its runners make new ones."""
     for runner in list(known):
         runner.forget()
-
-
-def count_capture(nodes: int) -> None:
-    counters["torch_overlay"]["cudagraph_captures"] += 1
-    counters["torch_overlay"]["cudagraph_nodes"] += nodes
 
 
 def counts() -> dict[str, int]:

@@ -23,7 +23,7 @@ import uuid
 from collections import Counter
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.on_reset import on_reset
+from torch_overlay._inductor.relaunch.runners import on_reset
 
 
 if TYPE_CHECKING:

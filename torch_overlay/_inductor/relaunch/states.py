@@ -25,7 +25,7 @@ from torch_overlay._inductor.relaunch import attention_seeds, compiled_region, k
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.compiled_region import address_of, alignment_of, LEAST
-from torch_overlay._inductor.relaunch.launch.staged import graph_of
+from torch_overlay._inductor.relaunch.launch.relaunch import graph_of
 from torch_overlay._inductor.relaunch.numbers.traced import NUMBERS
 
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.launch.staged import Graph
+    from torch_overlay._inductor.relaunch.launch.relaunch import Graph
     from torch_overlay._inductor.relaunch.verify import Launchable
 
 

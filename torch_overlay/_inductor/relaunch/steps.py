@@ -45,8 +45,18 @@ from torch_overlay._inductor.relaunch.causes import log
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, LETTERS, pack, RegisterProgram, TYPES, Unfit
-from torch_overlay._inductor.relaunch.numbers.launches import COMPARING, LaunchedBy, POINTER_LETTER, replaced, show
-from torch_overlay._inductor.relaunch.numbers.traced import decisions, followed, NUMBERS, plain, Traced
+from torch_overlay._inductor.relaunch.numbers.traced import (
+    COMPARING,
+    decisions,
+    followed,
+    LaunchedBy,
+    NUMBERS,
+    plain,
+    POINTER_LETTER,
+    replaced,
+    show,
+    Traced,
+)
 from torch_overlay._inductor.relaunch.proof.functions import static_binary_of
 
 

@@ -1,5 +1,6 @@
 """Compares every relaunch with a run of the region as compiled, on copies of its inputs (`config.cudagraph_verify`),
-or the first launch of a graph with operators that aren't torch's (`blame`, Note [Kernels outside of a capture]).
+or the first launch of a graph with operators that aren't torch's (Note [Kernels outside of a capture] of
+`capture.culprit`).
 
 Both runs draw the same random numbers. Sums that are made in no fixed order may differ in their last bits, so values
 are compared with a tolerance; a pointer slot that was patched wrongly makes another kind of difference. The first
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
-    from torch_overlay._inductor.relaunch.launch.staged import Split
+    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch, Split
 
     Launchable: TypeAlias = "Relaunch | Split | Verified"  # the graph of a state
     Run: TypeAlias = "tuple[Sequence[Any], Any]"  # the inputs as they are after it, and the outputs

@@ -70,11 +70,9 @@ def check_graph(
     if isinstance(raw_graph, CapturedGraph):
         graph = raw_graph
     else:
-        from torch_overlay._inductor.relaunch import attachments
         from torch_overlay._inductor.relaunch.graph.driver import Driver
         from torch_overlay._inductor.relaunch.graph.read import read
 
-        attachments.attach()
         graph = read(raw_graph, segments, low, high, driver=Driver())
     order = _order(graph)
     before = orders.all_before(order, orders.directly_after(order, graph.edges))

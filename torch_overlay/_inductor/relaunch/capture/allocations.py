@@ -97,15 +97,15 @@ class AllocationObserver:
         self.last[address] = ("allocation", self.numbered(self.count))
         self.count += 1
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator."""
+    def run(self, number: Numbered | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. `number` counts those that may return new tensors; it is None for others."""
         return func(*args, **kwargs)
 
     def note_results(self, number: Numbered, made: Mapping[int, int]) -> None:
         """Note the new storages of operator `number`. `made`: address -> size."""
         self.last |= dict.fromkeys(made, ("operator", number))
 
-    def plan(self, addresses: Iterable[int], base: AllocationPlan) -> AllocationPlan:
+    def learned(self, addresses: Iterable[int], base: AllocationPlan) -> AllocationPlan:
         """Return `base` with the allocations at these addresses added. If one is unknown, the next capture has to watch
         the operators."""
         found = [self.last.get(address) for address in addresses]
@@ -221,6 +221,12 @@ def namespace_of(model: Any) -> dict[str, Any]:
     return getattr(function_of(model), "__globals__", {})
 
 
+def names_in(model: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes in the code of a compiled function."""
+    function = function_of(model)
+    return function.__code__.co_names if function is not None else ()
+
+
 class Watch(TorchDispatchMode):
     """A dispatch mode that numbers the operators of a region that may make something, and notes what they made. If the
     globals of the generated module are given (`tuned_in`), operators that are called while a kernel is tuned are left
@@ -228,32 +234,23 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        observer: AllocationObserver,
-        run: Callable[[Numbered | None, functools.partial[Any]], Any],
-        tuned_in: dict[str, Any] | None = None,
-    ) -> None:
-        """Take `run(number, call)`, which runs an operator: `call.args` are its function, its arguments, and those by
-        name. `number` counts those that may return new tensors; it is None for others."""
+    def __init__(self, observer: AllocationObserver, tuned_in: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.observer, self.run, self.tuned_in = observer, run, tuned_in
-        self.count = 0
+        self.observer, self.tuned_in = observer, tuned_in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, observer = kwargs or {}, self.observer
         if self.tuned_in is not None and _is_tuning(sys._getframe(1), self.tuned_in):
             return func(*args, **kwargs)
-        self.count += 1
-        self.observer.opaque |= getattr(func, "namespace", "") not in OURS
+        observer.opaque |= getattr(func, "namespace", "") not in OURS
         if not _makes(func):
-            return self.run(None, functools.partial(self.observer.operator, func, args, kwargs))
-        number = self.observer.numbered(self.observer.makers)
-        self.observer.makers += 1
+            return observer.run(None, func, args, kwargs)
+        number = observer.numbered(observer.makers)
+        observer.makers += 1
         given = storages((args, kwargs))
-        result = self.run(number, functools.partial(self.observer.operator, func, args, kwargs))
+        result = observer.run(number, func, args, kwargs)
         made = storages(result)
-        self.observer.note_results(number, {address: made[address] for address in made.keys() - given.keys()})
+        observer.note_results(number, {address: made[address] for address in made.keys() - given.keys()})
         return result
 
 
@@ -291,20 +288,44 @@ def storages(tree: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
+FULL = 256  # no library checks for more alignment
+PLAIN = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout
+GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.calls = 0
+        self.addresses: list[int] = []
+
+
 class Placing(AllocationObserver):
     """An observer of a capture, in whose `recording` it places allocations: outputs, which the plan names, in `placed`,
     and all others in `scratch`, addresses with their bytes. `with_uses`: note which memory matrix products read and
-    write."""
+    write. A context manager: at its end, no pool of operators is selected."""
 
-    def __init__(self, plan: AllocationPlan, recording: Any, placed: dict[int, int], with_uses: bool) -> None:
+    def __init__(self, plan: AllocationPlan, recording: Any, with_uses: bool) -> None:
         super().__init__()
-        self.plan_, self.recording, self.placed = plan, recording, placed
+        self.plan, self.recording = plan, recording
         self.lives = Lives()
+        self.placed: dict[int, int] = {}
         self.scratch: dict[int, int] = {}
         self.products: list[Product] | None = [] if with_uses else None
         self.results: list[tuple[int, int]] = []
+        self.has_pools = bool(plan.watch or plan.operators or plan.detail)  # of operators
+        self.asked = dict(plan.asked)
+        self._before: dict[Any, tuple[int, int, list[int]]] = {}  # key -> allocations, bytes, those of the segments
+        self.group = _Group()
+        self.selected = contextlib.ExitStack()
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __enter__(self) -> Placing:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.selected.close()
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.products is None or not is_product(func):
             return func(*args, **kwargs)
         first = self.recording.count()
@@ -325,7 +346,7 @@ class Placing(AllocationObserver):
         view = TensorView(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
         address = made.data_ptr()
-        if self.numbered(self.count) in self.plan_.allocations:
+        if self.numbered(self.count) in self.plan.allocations:
             self.placed[address] = view.extent
             self.lives.track_output(address)
         else:
@@ -334,52 +355,21 @@ class Placing(AllocationObserver):
         self.note(address)
         return made
 
-
-FULL = 256  # no library checks for more alignment
-PLAIN = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout
-GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
-
-
-class _Group:
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self.calls = 0
-        self.addresses: list[int] = []
-
-
-class Operators:
-    """Operators of one capture. Their memory goes where `Placing` has that of generated code. A context manager: at its
-    end, no pool of theirs is selected."""
-
-    def __init__(self, plan: AllocationPlan, recording: Any, placing: Placing) -> None:
-        self.plan, self.recording, self.placing = plan, recording, placing
-        self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
-        self.asked = dict(plan.asked)
-        self._before: dict[Any, tuple[int, int, list[int]]] = {}  # key -> allocations, bytes, those of the segments
-        self.group = _Group()
-        self.selected = contextlib.ExitStack()
-
-    def __enter__(self) -> Operators:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.selected.close()
-
-    def run(self, number: Numbered | None, call: functools.partial[Any]) -> Any:
-        """Run an operator. `number` is None if it returns nothing new. An operator of the plan allocates in a pool of
-        its own. With `plan.detail`, so does every operator with a number: memory of a result lives as long as the
-        result, other memory only as long as the operator runs."""
-        if not self.are_wanted:
-            return call()
-        lives, planned = self.placing.lives, number in self.plan.operators
+    def run(self, number: Numbered | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. An operator of the plan allocates in a pool of its own. With `plan.detail`, so does every
+        operator with a number: memory of a result lives as long as the result, other memory only as long as the
+        operator runs."""
+        if not self.has_pools:
+            return self._call(func, args, kwargs)
+        lives, planned = self.lives, number in self.plan.operators
         lives.tick()
         if number is None or not (planned or self.plan.detail):
-            return self._in_group(call) if self.plan.detail else call()
+            return (self._in_group if self.plan.detail else self._call)(func, args, kwargs)
         asked = self.plan.asked.get(number)
-        key = _key(*call.args) if asked is None else None
+        key = _key(func, args, kwargs) if asked is None else None
         before = self._before.get(key) if key is not None else None
         with self.recording.apart(before[:2] if before is not None else asked) as apart:
-            result = call()
+            result = self._call(func, args, kwargs)
         sizes = sorted(apart.segments.values())
         if before is not None and sizes != before[2]:
             apart.count, apart.requested = -1, sum(sizes)  # at most
@@ -394,14 +384,14 @@ class Operators:
             # If an address was used twice, the second allocation there may be the smaller one.
             least = made.get(address, temporary)
             bytes = min(size, least if apart.once else max(least, temporary))
-            (self.placing.placed if planned and address in made else self.placing.scratch)[address] = bytes
+            (self.placed if planned and address in made else self.scratch)[address] = bytes
             if address in made:
                 lives.begin(results[address])
             else:
                 lives.note(address)
         return result
 
-    def _in_group(self, call: functools.partial[Any]) -> Any:
+    def _in_group(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what
         they allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""
         group, recording = self.group, self.recording
@@ -414,10 +404,10 @@ class Operators:
             self.selected.enter_context(recording.within(group.pool))
         group.calls += 1
         before = recording.allocations_made()
-        result = call()
+        result = self._call(func, args, kwargs)
         if recording.allocations_made() != before:
             made = [address for address, _ in recording.allocations(before)]
-            self.placing.lives.made |= dict.fromkeys(made, self.placing.lives.now)
+            self.lives.made |= dict.fromkeys(made, self.lives.now)
             group.addresses += made
         if group.addresses:  # nobody else may get memory that one of them has freed
             self.selected.close()
@@ -426,9 +416,7 @@ class Operators:
     def end_group(self) -> None:
         """Note that the memory of the group's operators is freed now."""
         self.selected.close()
-        lives = self.placing.lives
-        for address in self.group.addresses:
-            lives.freed[address] = lives.now + 1
+        self.lives.freed |= dict.fromkeys(self.group.addresses, self.lives.now + 1)
         self.group = _Group()
 
 

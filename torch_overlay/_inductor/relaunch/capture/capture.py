@@ -32,12 +32,10 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     AllocationPlan,
     namespace_of,
     observed,
-    Operators,
     Placing,
     Watch,
 )
 from torch_overlay._inductor.relaunch.capture.branches import Branches
-from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
@@ -45,14 +43,14 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     OfInput,
     OfStorage,
     OutputLayout,
+    place,
     Recipe,
     Repeated,
     SameInput,
     TensorView,
     view_of,
 )
-from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
-from torch_overlay._inductor.relaunch.numbers.traced import Traced
+from torch_overlay._inductor.relaunch.numbers.traced import Launches, noted, Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprovable
 
 
@@ -115,10 +113,9 @@ class Capture:
         self.numbers = request.numbers if numbers is None else numbers
         self.launches = Launches(recording.nodes)
         self.input_at: dict[int, int] = {}  # address -> position
-        self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
-        self.observer = Placing(plan, recording, self.placed, with_uses)
-        self.operators = Operators(plan, recording, self.observer)
+        self.observer = Placing(plan, recording, with_uses)
+        self.placed = self.observer.placed  # address of a storage that may be an output -> bytes
         self.branches = Branches(recording, self.observer)
 
     def run(self) -> Captured:
@@ -127,19 +124,19 @@ class Capture:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The region must hold the only references: when it drops one, it won't use that input again.
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
-            watching = self.with_uses or self.operators.are_wanted
-            watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
+            watching = self.with_uses or self.observer.has_pools
+            watch = Watch(self.observer) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random), self.branches.captured():
                 self.recording.clear_stack()
                 namespace = self.request.namespace
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
                 lines = self.recording.noting_lines(namespace)
-                with observed(namespace, self.observer), tracing, watch, lines, self.operators:
+                with observed(namespace, self.observer), tracing, watch, lines, self.observer:
                     given, stand_ins = stand_ins, []
                     outputs = self.request.model(given)
                     del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-                self.operators.end_group()
+                self.observer.end_group()
                 self._copy_out(outputs)
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
             del outputs
@@ -164,11 +161,11 @@ class Capture:
         number = {address: region for region, (address, _) in enumerate(regions)}
         segments += [Segment(a, among[a], number[self.branches.stands_for(a)]) for a in same]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
-        learned = self.observer.plan(self.astray, self.plan)
+        learned = self.observer.learned(self.astray, self.plan)
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
-        places = _places(layout, parts)
+        places = *[(region, 0) for region in range(len(positions))], *[(len(positions) + n, at) for n, at in parts]
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked
+        proven = observer.products, observer.results, self.numbers, self.launches, self.observer.asked
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
@@ -257,12 +254,6 @@ class Capture:
                 raise Unprovable("output", f"output {number} is on {out.device}")
             return Given(out)
         return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
-
-
-def _places(layout: OutputLayout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return (region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
-    inputs = len(layout.inputs)
-    return (*[(region, 0) for region in range(inputs)], *[(inputs + number, offset) for number, offset in parts])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -26,14 +26,14 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.capture import calls, kernel_names
-from torch_overlay._inductor.relaunch.capture.recording import capture_stream, Recording
-from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
+from torch_overlay._inductor.relaunch.capture.recording import Recording
+from torch_overlay._inductor.relaunch.capture.streams import capture_stream
+from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import find_setter, nested, Setter
 from torch_overlay._inductor.relaunch.graph.driver import Driver
-from torch_overlay._inductor.relaunch.graph.subgraph import part_of
 from torch_overlay._inductor.relaunch.launch import executable
-from torch_overlay._inductor.relaunch.launch.executable import Executable, upload
-from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
+from torch_overlay._inductor.relaunch.launch.executable import Executable, part_of, upload
+from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
 from torch_overlay._inductor.relaunch.proof.functions import parameters_of, signatures_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Template, Unprovable
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -59,7 +59,7 @@ def prepare(device: int) -> None:
     Driver()
     try:
         fill_copy_kernels.prepare(device)
-    except Exception as error:  # also Triton's own errors; `graph.tidy` gets the error again, and reports it
+    except Exception as error:  # also Triton's own errors; `graph.read` gets the error again, and reports it
         log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
 
 
@@ -71,17 +71,13 @@ def _setter(device: int) -> Setter:
 
 def prepare_early() -> None:
     """Prepare for captures on the current device before there is one, if modules may be loaded there, while Inductor
-    waits for its workers to compile kernels. What fails is logged once, and tried again at the first call."""
-    if _may_load_modules():
-        _try(torch.cuda.current_device())
-
-
-def _may_load_modules() -> bool:
-    """True if modules may be loaded on the current device: the process has a context there already (a new context would
-    take hundreds of MiB of the device), and the current stream is not being captured, which may forbid it."""
+    waits for its workers to compile kernels: the process has a context there already (a new context would take hundreds
+    of MiB of the device), and the current stream is not being captured, which may forbid it. What fails is logged once,
+    and tried again at the first call."""
     if not torch.cuda.is_initialized() or not torch._C._cuda_hasPrimaryContext(torch.cuda.current_device()):
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+        return
+    if not torch.cuda.is_current_stream_capturing():
+        _try(torch.cuda.current_device())
 
 
 @functools.cache
@@ -137,7 +133,7 @@ class Cuda:
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
-        except segments larger than a chunk that are entirely free. See `memory.chunks`."""
+        except segments larger than a chunk that are entirely free. See `memory.outputs`."""
         mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
         found = []
         for segment in torch.cuda.memory_snapshot(include_traces=False):
@@ -187,7 +183,7 @@ class Cuda:
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
         space, made = captured.recording, dict[int, int]()
-        for kept in tidy.tidy(space.graph, driver=self.driver, made=made):
+        for kept in graphs.tidy(space.graph, driver=self.driver, made=made):
             log.info("stays in the graph as it is: %s", kept)
         found = [each.renamed(lambda node: made.get(node, node)) for each in space.conditionals]
         given = captured.segments, space.low, space.high
@@ -224,7 +220,7 @@ class Cuda:
             extent=fill_copy_kernels.extent,
         )
         handles = [node.handle for node in graph.nodes]
-        if edges is None or not tidy.set_edges(captured.recording.graph, handles, edges, driver=self.driver):
+        if edges is None or not graphs.set_edges(captured.recording.graph, handles, edges, driver=self.driver):
             return graph.edges
         return tuple(edges)
 

@@ -18,7 +18,8 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
-from torch_overlay._inductor.relaunch.capture.recording import check, no_collection
+from torch_overlay._inductor.relaunch.capture.recording import no_collection
+from torch_overlay._inductor.relaunch.capture.streams import check
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput

@@ -13,11 +13,6 @@ allocates that memory when it is first used in a capture, by an ordinary allocat
 space. So the generators that the region draws from, as a run before has shown, are made to allocate it before our pool
 is selected. That memory lives as long as the graph. Any other generator that is used leaves an allocation in use
 (`kept`), and there is no graph.
-
-Note [Streams of a capture]
-A region and its side streams are captured on streams that only captures use: if other code could use a stream in the
-meantime, its launches would be captured into the graph. For the time of the capture, the stream objects of the running
-frame are replaced by these streams, and so are the copy streams of saved activations.
 """
 
 from __future__ import annotations
@@ -26,55 +21,21 @@ import contextlib
 import functools
 import gc
 import weakref
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
-from torch_overlay._inductor.relaunch.capture.allocations import function_of
-from torch_overlay._inductor.relaunch.causes import COMMUNICATION
+from torch_overlay._inductor.relaunch.capture.streams import capture_stream, exchanged_streams
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
-from torch_overlay._inductor.relaunch.proof.nodes import Unprovable
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Conditional
-
-    Instead: TypeAlias = "Callable[[Hashable], torch.cuda.Stream]"
-
-
-CALLERS = "the caller's"  # the key of the stream that the region is launched on
-# Modules by which compiled code uses streams add a function here, whose context replaces the streams by `instead(key)`:
-# the same stream for the same key.
-exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = []
-
-
-@functools.cache
-def capture_stream(index: int, number: int = 0) -> torch.cuda.Stream:
-    """Return one of the streams of a device that only captures use. They are made when they are first needed, and
-    kept."""
-    driver = Driver()
-    with torch.cuda.device(index):
-        handle = driver.call("cuStreamCreate", driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    return torch.cuda.ExternalStream(int(handle), device=index)
-
-
-@contextlib.contextmanager
-def exchanged_streams(stream_of: Callable[[int], torch.cuda.Stream]) -> Iterator[None]:
-    """Replace the streams that the `exchanges` know by numbered ones. Note [Streams of a capture]."""
-    names: dict[Hashable, int] = {CALLERS: 0}
-
-    def instead(key: Hashable) -> torch.cuda.Stream:
-        return stream_of(names.setdefault(key, len(names)))
-
-    with contextlib.ExitStack() as stack:
-        for exchange in exchanges:
-            stack.enter_context(exchange(instead))
-        yield
 
 
 def tensor_at(address: int, view: TensorView, device: torch.device) -> torch.Tensor:
@@ -332,27 +293,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-# Checks of compiled code, added by the modules that know more of it; a check raises `Unprovable`.
-checks: list[Callable[[Any], None]] = []
-
-
-def check(model: Any) -> None:
-    """Raise `Unprovable` if this compiled code can't be captured."""
-    for each in (check_collectives, *checks):
-        each(model)
-
-
-def check_collectives(model: Any) -> None:
-    """Refuse code that contains collectives: it may come from a cache, compiled for other graphs than ours. Note
-    [Collectives]."""
-    if found := set(names_in(model)).intersection(COMMUNICATION):
-        message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
-        raise Unprovable("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
-
-
-def names_in(model: Any) -> tuple[str, ...]:
-    """Return the names of globals and attributes in the code of a compiled function."""
-    function = function_of(model)
-    return function.__code__.co_names if function is not None else ()

@@ -15,7 +15,7 @@ exchanges the TensorImpl of the same Python object.
 
 Note [The memory that a memcpy node was made for]
 A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
-(Copies within the device become kernels: `graph.tidy`.)
+(Copies within the device become kernels: `graph.read`.)
 1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
    when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
    memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
@@ -23,10 +23,16 @@ A copy engine does a copy between device and host beside the kernels, so it rema
    which always works, and `Rebuild` instantiates the executable again; from then on, whenever a copy moves. That is
    correct and slow: a region for which it happens `MOST_REBUILDS` times runs without a graph afterwards, and says why.
 3. A copy of several rows can never be patched in an executable, so it is rebuilt from the start.
+
+Note [Parts of a graph]
+A part is an executable of its own, made from some nodes of a captured graph, with the edges among them (`part_of`). The
+driver clones the graph, attributes of the kernels included, and the nodes of other parts are removed from the clone.
+The caller ensures that no node of a part depends on a later part. A part can't advance random generators.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -40,6 +46,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay import csrc
+from torch_overlay._inductor.relaunch.graph.conditional_nodes import nested
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -55,7 +62,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.graph.subgraph import Part
+    from torch_overlay._inductor.relaunch.graph.conditional_nodes import Setter
     from torch_overlay._inductor.relaunch.proof.nodes import CopySide, Node
 
 
@@ -250,10 +257,6 @@ def moving(template: Template) -> dict[CopyNode, set[int]]:
     return found
 
 
-def is_linear(node: CopyNode) -> bool:
-    return node.height <= 1 and node.depth <= 1
-
-
 def extent(node: CopyNode, parameter: int) -> int:
     """Return the bytes that one side of the copy spans, from its first byte to its last."""
     side, height, depth = node.sides[parameter], max(node.height, 1), max(node.depth, 1)
@@ -293,7 +296,7 @@ class Rebuild:
 
     def __init__(self, graph: Any, copies: Iterable[CopyNode]) -> None:
         self.graph, self.count = graph, 0
-        self.is_needed = not all(map(is_linear, copies))
+        self.is_needed = any(copy.height > 1 or copy.depth > 1 for copy in copies)
 
     def __call__(self, error: Exception | None) -> int:
         """Return the new executable. `error`: that of the driver that refused to set a copy in the old one."""
@@ -337,3 +340,56 @@ def upload(graph: Any) -> None:
     16 layers, 265 nodes: 880 us instead of 795).
     """
     Driver().upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)
+
+
+class Part:
+    """A part of a graph. It destroys its clone and executable when it is reset or deleted, which must not happen during
+    a launch, as for torch's graphs."""
+
+    def __init__(self, owner: Any, driver: Driver) -> None:
+        self.driver, self.owner = driver, owner
+        self.executable = self.clone = 0
+
+    def instantiate(self) -> None:
+        """Make the executable, and destroy the previous one."""
+        before, self.executable = self.executable, self.driver.instantiate(self.clone)
+        if before:
+            self.driver.destroy_executable(before)
+
+    def raw_cuda_graph_exec(self) -> int:
+        return self.executable
+
+    def replay(self) -> None:
+        self.driver.launch(self.executable, torch.cuda.current_stream(self.owner.device).cuda_stream)
+
+    def reset(self) -> None:
+        executable, self.executable = self.executable, 0
+        clone, self.clone = self.clone, 0
+        if executable:
+            self.driver.destroy_executable(executable)
+        if clone:
+            self.driver.destroy_graph(clone)
+
+    def __del__(self) -> None:
+        # At the exit of the process the driver may be unloaded already; nobody could handle the error.
+        with contextlib.suppress(Exception):
+            self.reset()
+
+
+def part_of(
+    graph: int, template: Template, owner: Any, driver: Driver | None = None, setter: Setter | None = None
+) -> tuple[Part, Template]:
+    """Return a part of the graph with the nodes of a template, and the template with their handles there. `setter`: if
+    there are branches among them."""
+    part = Part(owner, driver or Driver())
+    try:
+        part.clone, handle_of = part.driver.part(graph, {node.handle for node in template.nodes})
+        nodes = [dataclasses.replace(node, handle=handle_of[node.handle]) for node in template.nodes]
+        template = dataclasses.replace(template, nodes=tuple(nodes))
+        if setter is not None:
+            template = nested(part.driver, part.clone, template, setter)
+        part.instantiate()
+    except BaseException:
+        part.reset()
+        raise
+    return part, template

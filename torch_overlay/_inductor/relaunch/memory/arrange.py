@@ -53,7 +53,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, PointerSlot, Tem
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
@@ -130,48 +130,31 @@ def _most_at_a_moment(held: Sequence[LaunchMemory], grid: Sequence[int]) -> dict
 
 
 def _needs(held: Sequence[LaunchMemory], grid: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return, for each part between two places of the grid, the bytes that it needs at once."""
-    sums, shared = _Sums(held), _shared([h for h in held if h.slab], grid)
-    return {(a, b): sums.between(a, b) - saved for (a, b), saved in shared.items()}
-
-
-def _shared(slabs: Sequence[LaunchMemory], grid: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return, for each part between two places of the grid, the bytes that it saves because memory that is held only
-    inside of it is shared."""
+    """Return, for each part between two places of the grid, the bytes that it needs at once: all that is held anywhere
+    in it, but of the slabs that are held only inside of it the most that are held at one position."""
+    by_begin = sorted(held, key=lambda h: h.first)
+    slabs = sorted([h for h in held if h.slab], key=lambda h: h.last)
     begins = sorted({h.first for h in slabs})
-    by_end = [
-        (h, bisect.bisect_left(begins, h.first), bisect.bisect_right(begins, h.last))
-        for h in sorted(slabs, key=lambda h: h.last)
-    ]
-    shared: dict[tuple[int, int], int] = {}
+    by_end = [(h, bisect.bisect_left(begins, h.first), bisect.bisect_right(begins, h.last)) for h in slabs]
+    needs: dict[tuple[int, int], int] = {}
     for i, a in enumerate(grid):
+        touched = [h for h in by_begin if h.last >= a]
         inside = [found for found in by_end if found[0].first >= a]
-        live, total, most, k = [0] * len(begins), 0, 0, 0  # live: bytes held at each position of `begins`
+        live, need, most, j, k = [0] * len(begins), 0, 0, 0, 0  # live: bytes of `inside` at each position of `begins`
         for b in grid[i + 1 :]:
+            while j < len(touched) and touched[j].first < b:
+                need += touched[j].size
+                j += 1
             while k < len(inside) and inside[k][0].last < b:
-                held, first, end = inside[k]
+                slab, first, end = inside[k]
                 for at in range(first, end):
-                    live[at] = now = live[at] + held.size
+                    live[at] = now = live[at] + slab.size
                     if now > most:
                         most = now
-                total += held.size
+                need -= slab.size
                 k += 1
-            shared[a, b] = total - most
-    return shared
-
-
-class _Sums:
-    """The bytes held in a part if no memory is shared."""
-
-    def __init__(self, held: Iterable[LaunchMemory]) -> None:
-        held = list(held)
-        self.total = sum(h.size for h in held)
-        self.begins, self.ends = sorted((h.first, h.size) for h in held), sorted((h.last, h.size) for h in held)
-        self.begun, self.ended = ([0, *itertools.accumulate(size for _, size in k)] for k in (self.begins, self.ends))
-
-    def between(self, begin: int, end: int) -> int:
-        late = self.total - self.begun[bisect.bisect_left(self.begins, (end, 0))]
-        return self.total - late - self.ended[bisect.bisect_left(self.ends, (begin, 0))]
+            needs[a, b] = need + most
+    return needs
 
 
 def _candidates(held: Sequence[LaunchMemory], length: int) -> list[int]:

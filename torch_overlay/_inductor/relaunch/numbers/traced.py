@@ -10,15 +10,21 @@ numbers with another outcome.
 A `followed` number is a traced one that is an int or float as well. Where code needs the plain value, it gets it, and
 only a second run with other numbers shows that it did.
 
+Generated code launches a kernel by `kernel.run(*arguments, stream=...)`, where the kernel is a global of its module.
+While a capture traces numbers, these globals are replaced (`noted`). A launch with traced numbers launches the kernel
+with the plain values. Then it runs the kernel's launcher, whose Python code computes the grid, once more with the
+traced numbers and with a function in place of the one that launches: it gets what the kernel gets.
+
 Proves which words of a graph are computed from numbers, and computes them for a launch.
 
-Each capture of a region traces its numbers (`traced`), with other values in the second one. The same parameters must be
+Each capture of a region traces its numbers, with other values in the second one. The same parameters must be
 the same expressions in both, and each must have the value of its expression (`slots_of`). Then the second graph gets
-the values of the first there (`settled`), so that the proof of the pointers finds them equal.
+the values of the first there (`with_numbers_of`), so that the proof of the pointers finds them equal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -32,16 +38,16 @@ from torch_overlay._inductor.relaunch.numbers.expressions import (
     LARGEST,
     OPERATIONS,
     pack,
+    TYPES,
     Unfit,
 )
-from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
+from torch_overlay._inductor.relaunch.proof.functions import static_binary_of
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, NumberSlot
 from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 NUMBERS = (int, float)
@@ -285,3 +291,80 @@ def values_of(slots: Sequence[NumberSlot], inputs: Any, others: Sequence[Express
     for expression in others:
         evaluate(expression, inputs)
     return [pack(slot.letter, evaluate(slot.expression, inputs)) for slot in slots]
+
+
+POINTER_LETTER = "O"  # of torch's static launcher
+COMPARING = {"max": largest, "min": smallest}  # among the builtins of generated code
+
+
+class Launches:
+    def __init__(self, nodes: Callable[[], Sequence[int]]) -> None:
+        """`nodes()` returns the handles of the nodes that the captured graph has so far."""
+        self.nodes = nodes
+        self.uses: list[NumberSlot] = []  # by the handle of the node
+
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Traced)]
+        if not given:
+            return kernel.run(*args, **kwargs)
+        before = set(self.nodes())
+        named = {name: plain(value) for name, value in kwargs.items()}
+        result = kernel.run(*map(plain, args), **named)  # before its launcher is asked: this may choose the launcher
+        made = [node for node in self.nodes() if node not in before]
+        launcher, binary = static_binary_of(kernel)
+        if len(made) != 1 or launcher is None:
+            _escape(given, "a kernel that gets it is not launched once, by torch's static launcher")
+        letters = binary.arg_tys
+
+        def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
+            if blocks := [v for v in (x, y, z) if isinstance(v, Traced)]:
+                _escape(blocks, "the grid of a kernel is computed from it")
+            for number, value in enumerate(arguments):
+                if isinstance(value, Traced):
+                    if number >= len(letters) or letters[number] not in TYPES:
+                        _escape([value], "a kernel takes it as a type that launches do not convert")
+                    self.uses.append(NumberSlot(made[0], number, letters[number], value.expression))
+
+        show(launcher, note, args, kwargs)
+        return result
+
+
+def show(launcher: Any, note: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run a static launcher with `note` in place of the function that launches: (x, y, z, stream, *arguments)."""
+    called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
+    called(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def replaced(namespace: dict[str, Any], stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Replace globals of a generated module, builtins among them."""
+    originals = {name: namespace[name] for name in stand_ins if name in namespace}
+    try:
+        namespace.update(stand_ins)
+        yield
+    finally:
+        namespace.update(originals)
+        for name in stand_ins.keys() - originals:
+            namespace.pop(name, None)
+
+
+def _escape(values: Sequence[Traced], how: str) -> NoReturn:
+    raise NumberEscaped(inputs_of([v.expression for v in values]), how)
+
+
+class LaunchedBy:
+    """Stands for a kernel among the globals of a generated module: `launch(kernel, ...)` runs it."""
+
+    def __init__(self, kernel: Any, launch: Callable[..., Any]) -> None:
+        self._kernel, self.run = kernel, functools.partial(launch, kernel)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+
+def noted(namespace: dict[str, Any], launches: Launches) -> contextlib.AbstractContextManager[None]:
+    """Note the launches with traced numbers by the kernels of the generated module with these globals. Other threads
+    have no such numbers, and what stands for a global does the same as that for them."""
+    kernels = {name: v for name, v in namespace.items() if hasattr(v, "launchers") and hasattr(v, "run")}
+    made = {name: LaunchedBy(kernel, launches.launch) for name, kernel in kernels.items()}
+    return replaced(namespace, {**made, **COMPARING})

@@ -162,11 +162,7 @@ def prove(
             if (place := pointers.get((value_a, value_b, kind))) is not None:
                 slots.append(PointerSlot(index, number, 0, *place))
                 continue
-            try:
-                slots += scan.parameter(index, number, value_a, value_b, kind)
-            except _Found as found:
-                node = f"{index} ({node_a.name})"
-                raise Unprovable(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
+            slots += scan.parameter(node_a, number, value_a, value_b, kind)
     regions = 1 + max((s.region for s in a.segments), default=-1)
     nodes = _with_nulls(a.nodes, scan.nulls, {slot.node for slot in slots}) if scan.nulls else a.nodes
     return Template(regions, nodes, tuple(slots), conditionals=a.conditionals)
@@ -238,12 +234,6 @@ def _parameter_kinds(node: Node, signatures: Mapping[int, str]) -> str:
     return kinds
 
 
-class _Found(Exception):
-    def __init__(self, reason: str, offset: int, message: str) -> None:
-        super().__init__(message)
-        self.reason, self.offset = reason, offset
-
-
 @dataclass(frozen=True)
 class _Null:
     """A word that is null in one capture, and an address in the other. `of_first`: it is null in the first one."""
@@ -273,10 +263,12 @@ class _ParameterScan:
         self.constants: set[bytes] = set()
         self.pointers: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
         self.nulls: list[_Null] = []
-        self.at = 0, 0  # node and parameter
+        self.node: Node = EmptyNode(0, 0)
+        self.number = 0  # of the parameter
         self.packed = False  # is the parameter a structure?
 
-    def parameter(self, node: int, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[PointerSlot]:
+    def parameter(self, node: Node, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[PointerSlot]:
+        self.node, self.number, self.packed = node, number, len(value_a) > 8
         if value_a == value_b:
             for offset, word, _ in self._windows(value_a, value_a):
                 self._unproven(offset, word, word, kind)
@@ -284,15 +276,20 @@ class _ParameterScan:
             return ()
         if kind == "s" or len(value_a) == 4:
             message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
-            raise _Found("scalar", 0, message)
+            raise self._found("scalar", 0, message)
         if len(value_a) == 8:  # a plain pointer, as most are
             common = self._common(int.from_bytes(value_a, "little"), int.from_bytes(value_b, "little"))
             if len(common) == 1 and common[0][0] != FIXED:
                 self.pointers[value_a, value_b, kind] = common[0]
-                return [PointerSlot(node, number, 0, *common[0])]
-        self.at, self.packed = (node, number), len(value_a) > 8
+                return [PointerSlot(node.index, number, 0, *common[0])]
         proven = self._proven(self._windows(value_a, value_b), kind)
-        return [PointerSlot(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
+        return [
+            PointerSlot(node.index, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED
+        ]
+
+    def _found(self, reason: str, offset: int, message: str) -> Unprovable:
+        node = f"{self.node.index} ({self.node.name})"
+        return Unprovable(reason, message, node=node, parameter=self.number, offset=offset)
 
     def _common(self, word_a: int, word_b: int) -> list[tuple[int, int]]:
         """Return every (region, delta) that both words stand for, each in its own capture."""
@@ -307,7 +304,7 @@ class _ParameterScan:
         for offset, word_a, word_b in windows:
             common = self._common(word_a, word_b)
             if len(common) > 1 or (common and offset - 4 in proven):
-                raise _Found("ambiguous", offset, f"{self.a.describe(word_a)} can be read in two ways")
+                raise self._found("ambiguous", offset, f"{self.a.describe(word_a)} can be read in two ways")
             if common:
                 proven[offset] = common[0]
         for offset, word_a, word_b in windows:
@@ -327,21 +324,21 @@ class _ParameterScan:
         return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in inside]
 
     def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
-        """Accept a constant or garbage, note a null; raise `_Found` for anything else."""
+        """Accept a constant or garbage, note a null; raise `Unprovable` for anything else."""
         if word_a == word_b:
             if kind != "s" and self.a.covers(word_a) and self.a.places(word_a):
                 message = (
                     f"{self.a.describe(word_a)} of the first capture did not move: a coincidence, or a kept pointer"
                 )
-                raise _Found("unmoved", offset, message)
+                raise self._found("unmoved", offset, message)
             return
         if kind != "p" and (0 < word_a < SMALL or 0 < word_b < SMALL):
             return  # a small number in one capture, so no address in the other: remains of the host's stack
         if (self.a.places(word_a) or self.b.places(word_b)) and not self._stale(kind, word_a, word_b):
             message = f"it did not move with one allocation: {self._both(word_a, word_b)}"
             if kind == "p" or not self.packed or (word_a and word_b):
-                raise _Found("moved", offset, message)
-            self.nulls.append(_Null(*self.at, offset, not word_a, message))
+                raise self._found("moved", offset, message)
+            self.nulls.append(_Null(self.node.index, self.number, offset, not word_a, message))
             return
         for shift in range(13):
             hidden_a = (word_a << shift) & ADDRESS
@@ -349,19 +346,19 @@ class _ParameterScan:
                 hidden_b = (word_b << shift) & ADDRESS
                 if not set(self.a.places(hidden_a)).isdisjoint(self.b.places(hidden_b)):
                     how = f"shifted right by {shift} bits" if shift else "packed with other bits"
-                    raise _Found("encoded", offset, f"an address, {how}: {self.a.describe(hidden_a)}")
+                    raise self._found("encoded", offset, f"an address, {how}: {self.a.describe(hidden_a)}")
         moved = (word_b - word_a) in self.moves and self.a.near(word_a) and self.b.near(word_b)
         if moved and not self._stale(kind, word_a, word_b):
             message = f"it moved like an allocation, but is in none: {self._both(word_a, word_b)}"
-            raise _Found("outside", offset, message)
+            raise self._found("outside", offset, message)
         covered = self.a.covers(word_a) or self.b.covers(word_b)
         if kind == "p" or (covered and not self._stale(kind, word_a, word_b)):
             message = f"an address that moved in no known way: {self._both(word_a, word_b)}"
-            raise _Found("moved", offset, message)
+            raise self._found("moved", offset, message)
         # The allocator also lists as free what a pool of the capture has freed.
         if self.foreign is not None and not covered and self.foreign(word_a) and self.foreign(word_b):
             message = f"it points to device memory that is no part of the capture: {self._both(word_a, word_b)}"
-            raise _Found("foreign", offset, message)
+            raise self._found("foreign", offset, message)
 
     def _stale(self, kind: str, word_a: int, word_b: int) -> bool:
         """True if the word is stale, and no argument: in one capture no kernel could use it as an address, and neither
