@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
 
-def _nodes(tensors: Any) -> list[Any]:
+def nodes_of(tensors: Any) -> list[Any]:
+    """Return the nodes of the autograd graph behind the tensors."""
     found: dict[Any, None] = {}
     todo = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     while todo:
@@ -102,7 +103,7 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
         device.ran_backward = True
         hooks = _Hooks(device, device.current())
         hooks.begin(tensors)
-        for node in _nodes(tensors):
+        for node in nodes_of(tensors):
             hooks.attach(node)
         device.in_backward += 1
         try:
@@ -116,4 +117,4 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-__all__ = ["engine"]
+__all__ = ["engine", "nodes_of"]

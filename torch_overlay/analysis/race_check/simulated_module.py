@@ -174,7 +174,7 @@ class _Triton:
                 reads += self.touched(value, parameter, "load", numbers)
         on_device = next((t for t in tensors.values() if t.is_cuda), None)
         index = torch._C._accelerator_getDeviceIndex() if on_device is None else on_device.device.index or 0
-        self.device.launch(self.name, self.device.of_handle(stream, index), reads, writes)
+        self.device.launch(self.name, self.device.stream_name(stream, index), reads, writes)
 
     def touched(self, tensor: torch.Tensor, parameter: str, kind: str, numbers: dict[str, int]) -> list[Any]:
         """Return the views that the kernel loads or stores (`kind`), or the whole tensor if they aren't known."""
