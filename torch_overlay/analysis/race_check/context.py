@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch_overlay.analysis.race_check.happens_before import analyse, Findings, Reliance
 from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
+from torch_overlay.analysis.race_check.source_lines import source_line
 from torch_overlay.analysis.race_check.trace import HOST, Synchronize, Trace
 
 
@@ -112,9 +111,7 @@ class Context:
 def _statement(site: str) -> str:
     """Format the site of a user's statement with its source text."""
     path, _, line = site.rpartition(":")
-    if not line.isdigit():
-        return site
-    return f"{os.path.basename(path)}:{line}: {linecache.getline(path, int(line)).strip()}"
+    return source_line(path, int(line)) if line.isdigit() else site
 
 
 def _in_the_way(found: Reliance, who: str) -> str:
