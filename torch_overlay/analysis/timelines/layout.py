@@ -50,7 +50,7 @@ class Label:
 
     @property
     def width(self) -> float:
-        return len(self.text) * CHARACTER
+        return _length(self.text)
 
 
 @dataclass(frozen=True)
