@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch._dynamo.compiled_autograd
 
-from torch_overlay.analysis.race_check.trace import ENGINE, Record
+from torch_overlay.analysis.race_check.trace import ENGINE
 
 
 if TYPE_CHECKING:
@@ -48,12 +48,6 @@ class _Hooks:
         self.handles.append(node.register_prehook(lambda gradients: self.before(node, gradients)))
         self.handles.append(node.register_hook(lambda inputs, outputs: self.after(node, inputs)))
 
-    def event(self, stream: str) -> str:
-        self.device.event_count += 1
-        name = f"event {self.device.event_count}"
-        self.device.trace.add(Record(name, stream, ENGINE))
-        return name
-
     def before(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         if self.device.is_listening():
             self.device.gradients = {}
@@ -65,7 +59,7 @@ class _Hooks:
             return
         self.device.sweep()
         stream = self.device.current()
-        event = self.event(stream)
+        event = self.device.record_new_event(stream, ENGINE)
         consumers = [(n, gradient) for (n, _), gradient in zip(node.next_functions, gradients) if n is not None]
         for consumer, gradient in consumers:
             produced = self.produced.setdefault(consumer, [])
@@ -77,7 +71,7 @@ class _Hooks:
 
     def begin(self, tensors: Any) -> None:
         """Note the caller as the producer of the incoming gradients."""
-        event = self.event(self.caller)
+        event = self.device.record_new_event(self.caller, ENGINE)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 self.produced.setdefault(tensor.grad_fn, []).append((self.caller, event))

@@ -254,8 +254,17 @@ class SimulatedDevice:
     def event_name(self, event: Any) -> str:
         name = self.events.get(event)
         if name is None:
-            self.event_count += 1
-            name = self.events[event] = f"event {self.event_count}"
+            name = self.events[event] = self._new_event()
+        return name
+
+    def _new_event(self) -> str:
+        self.event_count += 1
+        return f"event {self.event_count}"
+
+    def record_new_event(self, stream: str, site: str) -> str:
+        """Record an event that PyTorch makes by itself; return its name."""
+        name = self._new_event()
+        self.trace.add(Record(name, stream, site))
         return name
 
     # ---- streams and events: called by `Devices`

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torch_overlay.analysis.race_check.source_lines import assigned_name, site
-from torch_overlay.analysis.race_check.trace import HOST, Record, Synchronize, Wait
+from torch_overlay.analysis.race_check.trace import HOST, Synchronize, Wait
 
 
 if TYPE_CHECKING:
@@ -162,12 +162,14 @@ class SimulatedOperators:
     def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Add a copy between devices: it runs on the source's stream, and PyTorch orders both streams around it."""
         source, target = self.device.place(reads[-1]), self.device.place(writes[0])
-        for event, first, second in (("before", target, source), ("after", source, target)):
-            if event == "after":
-                self.device.launch(name, source, reads, writes)
-            self.device.event_count += 1
-            self.device.trace.add(Record(f"event {self.device.event_count}", first, "a copy between devices"))
-            self.device.trace.add(Wait(f"event {self.device.event_count}", second, "a copy between devices"))
+
+        def order(first: str, second: str) -> None:
+            event = self.device.record_new_event(first, "a copy between devices")
+            self.device.trace.add(Wait(event, second, "a copy between devices"))
+
+        order(target, source)
+        self.device.launch(name, source, reads, writes)
+        order(source, target)
 
 
 __all__ = ["SimulatedOperators"]
