@@ -28,18 +28,23 @@ from torch_overlay.analysis.race_check.simulated_module import CheckError
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
-def on_a_side_stream(work: Any, joins: bool) -> Any:
-    side = torch.cuda.Stream()
+def on_a_side_stream(work: Any, joins: bool = True, then: Any = lambda found, *args: found, side: Any = None) -> Any:
+    """A function that does its work on a side stream, and `then` on the current one what gives its result."""
+    side = side or torch.cuda.Stream()
 
-    def fn(x: torch.Tensor) -> torch.Tensor:
+    def fn(*args: Any) -> Any:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            found = work(x)
+            found = work(*args)
         if joins:
             torch.cuda.current_stream().wait_stream(side)
-        return found
+        return then(found, *args)
 
     return fn
+
+
+def without(pattern: str) -> Any:
+    return lambda text: re.sub(pattern, "", text)
 
 
 def inputs(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,10 +54,14 @@ def inputs(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 class TestCheck(TestCase):
     maxDiff = None
 
+    def clean(self, *args: Any, **kwargs: Any) -> Report:
+        report = check(*args, **kwargs)
+        self.assertTrue(report.ok, str(report))
+        return report
+
     @simulated_gpu()
     def test_fork_and_join(self) -> None:
-        report = check(forked(torch.cuda.Stream()), *inputs(), fullgraph=True)
-        self.assertTrue(report.ok)
+        report = self.clean(forked(torch.cuda.Stream()), *inputs(), fullgraph=True)
         self.assertEqual(str(report), "as compiled: no races, no lost promises, no redundant events")
         self.assertIn("exit", report.plan)
         self.assertIn("after call 1, default stream may read output 0", map(str, report.boundary))
@@ -91,15 +100,13 @@ class TestCheck(TestCase):
 
         for work in (scalar, in_part):
             for joins in (True, False):
-                report = check(on_a_side_stream(work, joins), inputs()[0])
-                self.assertTrue(report.ok, str(report))
+                report = self.clean(on_a_side_stream(work, joins), inputs()[0])
                 promised = "after call 1, default stream may overwrite output 0" in map(str, report.boundary)
                 self.assertEqual(promised, joins)
 
     @simulated_gpu()
     def test_backward(self) -> None:
-        report = check(forked(torch.cuda.Stream()), *inputs(requires_grad=True), backward=True, calls=3)
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(forked(torch.cuda.Stream()), *inputs(requires_grad=True), backward=True, calls=3)
         self.assertIn("after call 3, default stream may read gradient of input 1", map(str, report.boundary))
 
     @config.patch(fold_branches_below_us=0.0)
@@ -146,15 +153,7 @@ as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
 
     @simulated_gpu()
     def test_input_mutated_on_a_side_stream_that_the_caller_joins(self) -> None:
-        side = torch.cuda.Stream()
-
-        def fn(x: torch.Tensor) -> None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                x.add_(1)
-
-        report = check(fn, inputs()[0])
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(on_a_side_stream(lambda x: x.add_(1), False, lambda *_: None), inputs()[0])
         rows = {str(p): (p.eager, p.compiled) for p in report.boundary}
         self.assertEqual(rows["after call 1, stream 1 may read input 0"], (True, True))
         self.assertNotIn("after call 1, default stream may read input 0", rows)
@@ -265,8 +264,8 @@ as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
                 keep(done)
                 return a + 1
 
-            report = check(fn, inputs()[0])
-            self.assertTrue(report.ok, f"{keep.__name__}\n{report}")
+            with self.subTest(keep=keep.__name__):
+                self.clean(fn, inputs()[0])
 
     @simulated_gpu()
     def test_event_of_the_callers_that_is_not_recorded_is_a_lost_promise(self) -> None:
@@ -280,8 +279,8 @@ as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
             torch.cuda.current_stream().wait_stream(side)
             return a + 1
 
-        self.assertTrue(check(fn, inputs()[0]).ok)
-        report = check(fn, inputs()[0], rewrite=lambda text: re.sub(r"\n *event\d\.record\(.*\)", "", text))
+        self.clean(fn, inputs()[0])
+        report = check(fn, inputs()[0], rewrite=without(r"\n *event\d\.record\(.*\)"))
         self.assertTrue(any(p.who.startswith("event") for p in report.lost), str(report))
 
     @simulated_gpu()
@@ -294,8 +293,7 @@ as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
             return x @ x + 1
 
         before = torch.cuda.current_stream()
-        report = check(fn, inputs()[0])
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(fn, inputs()[0])
         self.assertIn("after call 1, stream 1 may read output 0", map(str, report.boundary))
         self.assertEqual(torch.cuda.current_stream(), before)
 
@@ -308,13 +306,12 @@ as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
             "computed": lambda: (torch.ones(64, 64) * 2).to("cuda"),
         }
         for name, make in makers.items():
-            report = check(lambda x, make=make: x * make(), inputs()[0])
-            self.assertTrue(report.ok, f"{name}\n{report}")
+            with self.subTest(name=name):
+                self.clean(lambda x, make=make: x * make(), inputs()[0])
 
     @simulated_gpu()
     def test_blocking_copy_of_an_input_is_a_promise_to_the_host(self) -> None:
-        report = check(lambda x, h: x * (h + 1).cuda(), inputs()[0], torch.ones(64, 64))
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(lambda x, h: x * (h + 1).cuda(), inputs()[0], torch.ones(64, 64))
         self.assertIn("after call 1, host may read input 0", [str(p) for p in report.boundary if p.eager])
 
     def test_wait_at_the_end_of_a_backward_that_is_missing(self) -> None:
@@ -343,9 +340,7 @@ as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
                 event.record()
             return a
 
-        def without_exit(text: str) -> str:
-            return re.sub(r"\n *ev\d\.wait\(stream0_raw\)", "", text)
-
+        without_exit = without(r"\n *ev\d\.wait\(stream0_raw\)")
         with config.patch(fold_branches_below_us=0.0):
             report = check(fn, inputs()[0], rewrite=without_exit, misaligned=False)
         lost = [line for line in str(report).splitlines() if line.startswith("lost:")]
@@ -384,8 +379,8 @@ lost: after call 1, s1 may read output 0
             return a @ x
 
         with config.patch(fold_branches_below_us=0.0):
-            self.assertTrue(check(fn, inputs()[0]).ok)
-            report = check(fn, inputs()[0], rewrite=lambda text: re.sub(r"\n.*(record_stream|wait_exit).*", "", text))
+            self.clean(fn, inputs()[0])
+            report = check(fn, inputs()[0], rewrite=without(r"\n.*(record_stream|wait_exit).*"))
         self.assertRegex(
             str(report),
             r"lost: after call 1, call 2, stream 1 may hand on the free memory of stream 1\n"
@@ -395,45 +390,25 @@ lost: after call 1, s1 may read output 0
 
     @simulated_gpu()
     def test_small_branches_are_checked_folded_and_not(self) -> None:
-        side = torch.cuda.Stream()
-
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                a = x * 2
-            current.wait_stream(side)
-            return a @ x
-
-        def without_join(text: str) -> str:
-            return re.sub(r"\n *ev1\.wait\(stream0_raw\)", "", text)
-
-        report = check(fn, inputs()[0])
-        self.assertTrue(report.ok, str(report))
+        fn = on_a_side_stream(lambda x: x * 2, then=lambda a, x: a @ x)
+        report = self.clean(fn, inputs()[0])
         self.assertRegex(
             str(report), r"note: 1 small branch run on the caller's stream .*; checked with that, and without"
         )
+        without_join = without(r"\n *ev1\.wait\(stream0_raw\)")
         self.assertFalse(check(fn, inputs()[0], rewrite=without_join).ok)
 
     @simulated_gpu()
     def test_misaligned_inputs_are_checked_by_default(self) -> None:
-        side = torch.cuda.Stream()
+        def branch(x: torch.Tensor) -> torch.Tensor:
+            return x.sin() @ x
 
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            current = torch.cuda.current_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                a = x.sin() @ x
-            current.wait_stream(side)
-            return a + x
-
+        fn = on_a_side_stream(branch, then=lambda a, x: a + x)
         aligned = check(fn, inputs()[0], misaligned=False)
-        report = check(fn, inputs()[0])
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(fn, inputs()[0])
         self.assertGreater(len(report.traces), len(aligned.traces))
         copies = [op for t in report.traces for op in t.operations if getattr(op, "name", "") == "aten.clone.default"]
-        self.assertTrue(copies)
-        self.assertEqual(copies[0].line.partition(": ")[2], "a = x.sin() @ x")
+        self.assertEqual(copies[0].line.partition(": ")[2], "return x.sin() @ x")
 
     @simulated_gpu()
     def test_loops_over_a_dimension(self) -> None:
@@ -445,9 +420,8 @@ lost: after call 1, s1 may read output 0
 
         for work in (mapped, scanned):
             with self.subTest(work=work.__name__):
-                report = check(on_a_side_stream(work, True), inputs()[0][:4], fullgraph=True)
+                report = self.clean(on_a_side_stream(work), inputs()[0][:4], fullgraph=True)
                 self.assertEqual(report.notes, [])
-                self.assertTrue(report.ok, str(report))
 
     @simulated_gpu()
     def test_threads_with_streams_of_their_own(self) -> None:
@@ -474,11 +448,8 @@ lost: after call 1, s1 may read output 0
     def test_host_read_of_a_copy_that_is_not_over(self) -> None:
         side = torch.cuda.Stream()
 
-        def fn(x: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                pinned.copy_(x * 2, non_blocking=True)
-            return x + 1
+        def copy(x: torch.Tensor, pinned: torch.Tensor) -> None:
+            pinned.copy_(x * 2, non_blocking=True)
 
         def step(x: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
             y = compiled(x, pinned)
@@ -486,7 +457,7 @@ lost: after call 1, s1 may read output 0
                 side.synchronize()
             return y + int(pinned[0, 0])
 
-        compiled = torch.compile(fn)
+        compiled = torch.compile(on_a_side_stream(copy, False, lambda _, x, pinned: x + 1, side))
         for synchronizes in (True, False):
             pinned = torch.zeros(64, 64).pin_memory()
             report = check(step, inputs()[0], pinned, compile=False)
@@ -516,8 +487,7 @@ lost: after call 1, s1 may read output 0
                 current.wait_stream(self.side)
                 return a + x
 
-        report = check(Layer(), inputs()[0], backward=True)
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(Layer(), inputs()[0], backward=True)
         self.assertTrue(any("gradient of linear.weight" in str(p) for p in report.boundary))
 
     @form.slow
@@ -543,14 +513,11 @@ lost: after call 1, s1 may read output 0
 
         for work, joins in itertools.product((higher_order, in_python, of_unknown_size), (True, False)):
             with self.subTest(work=work.__name__, joins=joins), simulated_gpu():
-                report = check(on_a_side_stream(work, joins), inputs()[0])
-                self.assertEqual(report.notes, [])
-                self.assertTrue(report.ok, str(report))
+                self.assertEqual(self.clean(on_a_side_stream(work, joins), inputs()[0]).notes, [])
 
     @simulated_gpu()
     def test_partitions(self) -> None:
-        report = check(forked(torch.cuda.Stream()), *inputs(), mode="reduce-overhead", misaligned=False)
-        self.assertTrue(report.ok, str(report))
+        report = self.clean(forked(torch.cuda.Stream()), *inputs(), mode="reduce-overhead", misaligned=False)
         self.assertEqual(len(report.traces), 2)  # as they are, and as CUDA graphs
 
     @simulated_gpu()
@@ -562,9 +529,6 @@ lost: after call 1, s1 may read output 0
             with torch.cuda.stream(side):
                 target.copy_(source * 2)
             return x + 1
-
-        def without(pattern: str) -> Any:
-            return lambda text: re.sub(pattern, "", text)
 
         fork, join = r" *ev0\.wait\(stream1_raw\)\n", r" *exit=.*# record ev1 stream1.*\n"
         for pattern in (None, fork, join):
@@ -607,14 +571,12 @@ lost: after call 1, s1 may read output 0
             side.wait_stream(torch.cuda.current_stream())
             return result.detach()
 
-        report = check(step, torch.randn(64, 64, device="cuda", requires_grad=True))
+        report = self.clean(step, torch.randn(64, 64, device="cuda", requires_grad=True))
         self.assertEqual(report.in_eager, (), str(report))
-        self.assertTrue(report.ok, str(report))
 
     @simulated_gpu()
     def test_host_reads_a_row_while_a_copy_fills_it(self) -> None:
         """Of pinned memory of the caller, by each call that copies; another row may be read."""
-        side = torch.cuda.Stream()
 
         def one(ring: torch.Tensor, x: torch.Tensor) -> None:
             ring[1].copy_(x[1], non_blocking=True)
@@ -624,13 +586,7 @@ lost: after call 1, s1 may read output 0
 
         for copies in (one, listed):
             for row, races in ((1, {"host"}), (2, set())):
-
-                def fn(ring: torch.Tensor, x: torch.Tensor, copies: Any = copies, row: int = row) -> torch.Tensor:
-                    side.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(side):
-                        copies(ring, x)
-                    return ring[row] + 1
-
+                fn = on_a_side_stream(copies, False, lambda _, ring, x, row=row: ring[row] + 1)
                 report = check(fn, torch.zeros(4, 8).pin_memory(), torch.randn(4, 8, device="cuda"), compile=False)
                 self.assertEqual({race.kind for race in report.races}, races, str(report))
 
@@ -656,9 +612,7 @@ lost: after call 1, s1 may read output 0
     @simulated_gpu()
     def test_host_does_not_wait_for_nothing(self) -> None:
         """Eager makes an empty tensor on the device without a copy, and so without a promise to the host."""
-
-        report = check(lambda x: torch.cat([torch.tensor([], device="cuda"), x * 2]), torch.ones(64, device="cuda"))
-        self.assertTrue(report.ok, str(report))
+        self.clean(lambda x: torch.cat([torch.tensor([], device="cuda"), x * 2]), torch.ones(64, device="cuda"))
 
     def test_tensors_from_outside_of_the_simulation(self) -> None:
         check(lambda x: x + 1, torch.zeros(4)).raise_if_any()

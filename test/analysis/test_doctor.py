@@ -24,7 +24,7 @@ from printed import printed
 from torch_overlay._cli import commands, doctor
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, Finding, Trial, Work
-from torch_overlay.analysis.doctor.diagnose import _Job, guards_us, logged
+from torch_overlay.analysis.doctor.diagnose import _Job, by_cost, guards_us, logged
 from torch_overlay.analysis.doctor.diagnosis import VARY
 from torch_overlay.analysis.doctor.eager import EagerLaunches
 from torch_overlay.analysis.doctor.fresh_start import SavedArguments
@@ -104,8 +104,12 @@ ONE_WAIT = Work(waits=1.0, launches=2.0, graph_breaks=1)
 class CommandTests(unittest.TestCase):
     def setUp(self) -> None:
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        self.model = self.folder / "model.py"
-        self.model.write_text(textwrap.dedent(MODEL))
+        self.model = self.script(MODEL, name="model.py")
+
+    def script(self, *parts: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text("".join(map(textwrap.dedent, parts)))
+        return str(path)
 
     def run_command(self, *arguments: str) -> tuple[int, str, str]:
         return printed(commands.main, ["doctor", "--simulate", *arguments])
@@ -195,11 +199,6 @@ LENGTHS = """
 @form.overlay_only
 class TestWhatIsSeen(CommandTests):
     """No verdict of the doctor speaks of what it did not see."""
-
-    def script(self, text: str) -> str:
-        path = self.folder / "script.py"
-        path.write_text(textwrap.dedent(text))
-        return str(path)
 
     def found(self, *arguments: str) -> dict[str, Any]:
         status, out, err = self.run_command("--no-tries", "--json", *arguments)
@@ -342,7 +341,7 @@ class TestCommand(CommandTests):
         page = self.folder / "new" / "page.html"
         for where, status, message in (
             (page, 0, f"^wrote {page}\n$"),
-            (self.model / "page.html", 2, "doctor: --out .* could not be written: .*model.py'\n$"),
+            (Path(self.model, "page.html"), 2, "doctor: --out .* could not be written: .*model.py'\n$"),
         ):
             got, out, err = self.run_command(f"{self.model}:whole", "--json", "--out", str(where))
             self.assertEqual((got, json.loads(out)["share"]), (status, 1.0), err)
@@ -363,91 +362,80 @@ class TestCommand(CommandTests):
 
     @form.slow
     def test_switches_are_tried_on_a_script_in_another_process(self) -> None:
-        script = self.folder / "script.py"
-        script.write_text(textwrap.dedent(SCRIPT))
+        script = self.script(SCRIPT)
         restored = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False)  # the script sets it
         with restored, torch._inductor.config.patch(graph_partition=False):
-            status, out, err = self.run_command(str(script), "7")
+            status, out, err = self.run_command(script, "7")
         self.assertEqual(status, 0, err)
         self.assertIn("argument 7", out)
         change = "torch._inductor.config.graph_partition = True"
         self.assertRegex(out, f"(?m)^   {change}: 0.0 % -> .* % of launches in graphs, .*results not compared")
         self.assertTrue(out.rstrip().splitlines()[-1].startswith(f"First: {change}"), out)
         with restored:
-            _, out, _ = self.run_command("--no-tries", str(script), "7")
+            _, out, _ = self.run_command("--no-tries", script, "7")
         self.assertNotIn("Tried:", out)
 
     def test_script_may_use_its_output_as_a_file(self) -> None:
-        (self.folder / "bytes.py").write_text(
+        script = self.script(
             "import sys\nsys.stdout.reconfigure(line_buffering=True)\nsys.stdout.buffer.write(b'bytes ')\n"
-            "print(sys.stdout.encoding, sys.stdout.fileno())\n" + textwrap.dedent(MODEL)
+            "print(sys.stdout.encoding, sys.stdout.fileno())\n",
+            MODEL,
         )
         with tempfile.TemporaryFile("w+", encoding="utf-8") as out, contextlib.redirect_stdout(out):
-            self.assertEqual(commands.main(["doctor", "--simulate", f"{self.folder}/bytes.py"]), 0)
+            self.assertEqual(commands.main(["doctor", "--simulate", script]), 0)
             out.seek(0)
             self.assertTrue(out.read().startswith(f"bytes utf-8 {out.fileno()}\n"))
 
     def test_script_has_options_of_its_own(self) -> None:
-        script = self.folder / "options.py"
-        script.write_text("import sys\nprint(sys.argv[1:])\n" + textwrap.dedent(MODEL))
+        script = self.script("import sys\nprint(sys.argv[1:])\n", MODEL)
         given = ["--step", "3", "--json", "--out", "x", "--simulate"]
-        status, out, err = self.run_command("--no-tries", str(script), *given)
+        status, out, err = self.run_command("--no-tries", script, *given)
         self.assertEqual((status, err), (0, ""))
         self.assertEqual(out.splitlines()[0], str(given))
         self.assertIn("[split-control-flow]", out)
 
     def test_program_that_exits_is_an_error(self) -> None:
-        (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
-        (self.folder / "leaves.py").write_text("import sys\ndef f(): sys.exit()\n")
-        for target in (f"{self.folder}/exits.py:f", f"{self.folder}/leaves.py:f"):
-            for command in ("check", "explain", "timeline"):
-                status, _, err = printed(commands.main, [command, target])
+        exits = self.script("import sys\ndef f(): pass\nsys.exit(0)\n", name="exits.py")
+        leaves = self.script("import sys\ndef f(): sys.exit()\n", name="leaves.py")
+        for script in (exits, leaves):
+            for command in (["check"], ["explain"], ["timeline"], ["doctor", "--simulate"]):
+                status, _, err = printed(commands.main, [*command, f"{script}:f"])
                 self.assertEqual(status, 2)
                 self.assertRegex(err, r"(exits|leaves)\.py exited with (0|None)")
-            status, _, err = self.run_command(target)
-            self.assertEqual(status, 2)
-            self.assertRegex(err, r"(exits|leaves)\.py exited with (0|None)")
 
     def test_program_sees_its_own_arguments_and_may_change_its_path(self) -> None:
-        (self.folder / "path.py").write_text(
-            f"import sys\nassert sys.argv == [{str(self.folder / 'path.py')!r}]\ndel sys.path[0]\n"
-            + textwrap.dedent(MODEL)
-        )
+        own = str(self.folder / "script.py")
+        self.script(f"import sys\nassert sys.argv == [{own!r}]\ndel sys.path[0]\n", MODEL)
         before = list(sys.path), sys.argv
-        status, _, err = self.run_command(f"{self.folder}/path.py:whole")
+        status, _, err = self.run_command(f"{own}:whole")
         self.assertEqual((status, err), (0, ""))
         self.assertEqual((sys.path, sys.argv), before)
 
     @form.slow
     def test_output_beside_the_results_is_not_compared(self) -> None:
         """What a function prints, and what child processes and handlers at the exit of a script print."""
-        program = self.folder / "prints.py"
-        program.write_text(textwrap.dedent(PRINTS))
-        for target in (f"{program}:f", str(program)):
+        script = self.script(PRINTS)
+        for target in (f"{script}:f", script):
             status, out, err = self.run_command(target)
             self.assertEqual(status, 0, err)
             self.assertRegex(out, "(?m)^   torch._dynamo.config.capture_scalar_outputs = True: .* results not compared")
 
     def test_bad_input_is_one_line(self) -> None:
-        (self.folder / "nothing.py").write_text("import torch\n")
-        for arguments, status, message in (
-            ([f"{self.folder}/none.py"], 2, "no file"),
-            ([f"{self.model}:none"], 2, "has no function none"),
-            ([f"{self.model}:"], 2, "names no function"),
-            ([f"{self.model}:whole", "--remedy", "none"], 2, "has no function none"),
-            ([f"{self.model}:broken"], 2, "model.py:21: KeyError: 'no such key'"),
-            ([f"{self.model}:whole", "--calls", "3"], 2, "--calls must be at least 4, got 3"),
-            ([f"{self.model}:whole", "more"], 2, "no option or argument more ("),
-            (["--remedy", "whole", str(self.model)], 2, "a script has none"),
-            ([f"{self.model}:whole", "--backward"], 2, "ValueError: backward: no output requires a gradient"),
-            (
-                [f"{self.folder}/nothing.py"],
-                2,
-                'asks for CUDA graphs. First: torch.compile(..., mode="reduce-overhead")',
-            ),
+        nothing = self.script("import torch\n", name="nothing.py")
+        for arguments, message in (
+            ([f"{self.folder}/none.py"], "no file"),
+            ([f"{self.model}:none"], "has no function none"),
+            ([f"{self.model}:"], "names no function"),
+            ([f"{self.model}:whole", "--remedy", "none"], "has no function none"),
+            ([f"{self.model}:broken"], "model.py:21: KeyError: 'no such key'"),
+            ([f"{self.model}:whole", "--calls", "3"], "--calls must be at least 4, got 3"),
+            ([f"{self.model}:whole", "more"], "no option or argument more ("),
+            (["--remedy", "whole", self.model], "a script has none"),
+            ([f"{self.model}:whole", "--backward"], "ValueError: backward: no output requires a gradient"),
+            ([nothing], 'asks for CUDA graphs. First: torch.compile(..., mode="reduce-overhead")'),
         ):
-            found, out, err = self.run_command(*arguments)
-            self.assertEqual((found, out, len(err.strip().splitlines())), (status, "", 1), err)
+            status, out, err = self.run_command(*arguments)
+            self.assertEqual((status, out, len(err.strip().splitlines())), (2, "", 1), err)
             self.assertIn(message, err)
 
 
@@ -543,10 +531,8 @@ class TestTries(unittest.TestCase):
     def test_order_is_by_cost(self) -> None:
         cheap = Finding("split-host", "", "", "", "", launches=9)
         dear = Finding("split-failed", "", "", "", "do it", launches=1, host_us=50.0, device_us=3.0)
-        found = Diagnosis(
-            "t", "gpu", False, 0.5, 2.0, 1.0, tuple(sorted([cheap, dear], key=lambda f: f.cost, reverse=True))
-        )
-        self.assertEqual(found.findings[0], dear)
+        self.assertEqual(by_cost([cheap, dear]), [dear, cheap])
+        found = Diagnosis("t", "gpu", False, 0.5, 2.0, 1.0, (dear, cheap))
         self.assertIn("1 launches a step, 50.0 us of the host, 3.0 us of the device", str(found))
         self.assertIn("2.000 ms a step, 1.000 ms without graphs", str(found))
         with mock.patch.object(Diagnosis, "first", return_value="First: x."):

@@ -12,6 +12,7 @@ import torch
 from corpus import forked
 from torch import nn
 from torch._inductor.test_case import TestCase
+from written_traces import Written
 
 import form
 from printed import printed
@@ -20,7 +21,7 @@ from torch_overlay._cli import commands, program
 from torch_overlay._functorch.offload import log
 from torch_overlay.analysis import Timeline, timeline, Trace
 from torch_overlay.analysis.doctor import Diagnosis
-from torch_overlay.analysis.race_check.trace import HOST
+from torch_overlay.analysis.race_check.trace import HOST, Launch
 from torch_overlay.analysis.timelines import profile
 from torch_overlay.analysis.timelines.clock import Cost, schedule
 from torch_overlay.analysis.timelines.json import events
@@ -32,11 +33,11 @@ from torch_overlay.testing import compile_only, simulated_gpu
 
 
 class Program:
-    """A trace with a cost for each launch."""
+    """A trace with a cost for each launch: by name, for those that are written in the notation of `written_traces`."""
 
-    def __init__(self) -> None:
-        self.trace = Trace()
-        self.costs: dict[int, Cost] = {}
+    def __init__(self, text: str = "", **us: float) -> None:
+        self.trace = Written(text) if text else Trace()
+        self.costs = {i: Cost(us[op.name]) for i, op in enumerate(self.trace.operations) if isinstance(op, Launch)}
 
     def run(
         self, name: str, on: str, us: float, line: str = "", kind: str = KERNEL, nbytes: int = 0, **use: Any
@@ -83,35 +84,20 @@ class TestClock(TestCase):
         self.assertEqual(arrows, [("event 1", "mm", 10, "relu", 10), ("event 2", "relu", 30, "add", 30)])
 
     def test_event_that_was_never_recorded_holds_nothing_up(self) -> None:
-        p = Program()
-        p.run("first", "main", 10.0)
-        p.trace.wait("event 1", "side")
-        p.run("second", "side", 1.0)
+        p = Program("main first; wait e side; side second", first=10, second=1)
         self.assertEqual(p.times()["second"], (0, 1))
 
     def test_later_record_of_an_event_does_not_move_an_earlier_wait(self) -> None:
-        p = Program()
-        p.run("first", "main", 10.0)
-        p.trace.record("event 1", "main")
-        p.trace.wait("event 1", "side")
-        p.run("long", "main", 90.0)
-        p.trace.record("event 1", "main")
-        p.run("second", "side", 1.0)
-        self.assertEqual(p.times()["second"], (10, 11))
+        text = "main first; record e main; wait e side; main long; record e main; side second"
+        self.assertEqual(Program(text, first=10, long=90, second=1).times()["second"], (10, 11))
 
     def test_host_waits_for_a_stream_and_launches_nothing_meanwhile(self) -> None:
-        p = Program()
-        p.run("first", "main", 10.0)
-        p.trace.synchronize(stream="main")
-        p.run("second", "side", 1.0)
+        p = Program("main first; synchronize main; side second", first=10, second=1)
         self.assertEqual(p.times(), {"first": (0, 10), "waits for main": (0, 10), "second": (10, 11)})
         self.assertEqual([lane.name for lane in p.timeline().lanes], ["main", "side", HOST])
 
     def test_host_computes_in_its_own_time(self) -> None:
-        p = Program()
-        p.run("C++ kernel", HOST, 7.0, kind="host")
-        p.run("after", "main", 1.0)
-        self.assertEqual(p.times()["after"], (7, 8))
+        self.assertEqual(Program("host computes; main after", computes=7, after=1).times()["after"], (7, 8))
 
     def test_copies_of_one_direction_share_the_link(self) -> None:
         p = Program()
@@ -130,11 +116,9 @@ class TestClock(TestCase):
         self.assertEqual(fork_and_join().timeline().memory, ((0, 4096), (10, 12288), (34, 0)))
 
     def test_memory_of_the_caller_is_not_counted(self) -> None:
-        p = Program()
-        a = p.trace.alloc("a", 100, "main")
-        p.trace.operations.clear()
-        p.run("mm", "main", 1.0, reads=[a])
-        self.assertEqual(p.timeline().memory, ())
+        p = Program("main allocates a; main reads a", reads=1)
+        self.assertEqual(p.timeline().memory, ((0, 64),))
+        self.assertEqual(schedule(p.trace.operations[1:], {0: Cost(1)}, title="without the allocation").memory, ())
 
     def test_names_are_readable(self) -> None:
         self.assertEqual(readable("triton_poi_fused_add_cos_0"), "add_cos")
@@ -242,21 +226,19 @@ class TestPicture(TestCase):
 
     def test_two_streams(self) -> None:
         lines = drawn(fork_and_join().timeline().svg()).splitlines()
-        summary = [
-            "4 kernels, 2 streams, 2 waits, about 34.0 us, streams side by side",
-            "for 15%, 12.0 KiB at the peak",
-        ]
-        self.assertEqual(
-            lines[:3], ["text 8.0,18.0 program", f"text 8.0,30.0 {summary[0]}", f"text 8.0,42.0 {summary[1]}"]
+        self.assertExpectedInline(
+            "\n".join([*lines[:3], *(line for line in lines if not line.startswith("text"))]),
+            """\
+text 8.0,18.0 program
+text 8.0,30.0 4 kernels, 2 streams, 2 waits, about 34.0 us, streams side by side
+text 8.0,42.0 for 15%, 12.0 KiB at the peak
+box 84.0,71.0 width 90.6
+box 174.6,71.0 width 45.3
+box 355.8,71.0 width 36.2
+box 174.6,99.0 width 181.2
+arrow 174.6 80.0 to 174.6 108.0: event 1: side waits for main
+arrow 355.8 108.0 to 355.8 80.0: event 2: main waits for side""",
         )
-        arrows = [
-            "arrow 174.6 80.0 to 174.6 108.0: event 1: side waits for main",
-            "arrow 355.8 108.0 to 355.8 80.0: event 2: main waits for side",
-        ]
-        self.assertEqual([line for line in lines if line.startswith("arrow")], arrows)
-        boxes = [("84.0,71.0", 90.6), ("174.6,71.0", 45.3), ("355.8,71.0", 36.2), ("174.6,99.0", 181.2)]
-        expected = [f"box {at} width {width}" for at, width in boxes]
-        self.assertEqual([line for line in lines if line.startswith("box")], expected)
         words = [line.split(" ", 2)[2] for line in lines if line.startswith("text")]
         labels = ["0 us", "20 us", "main", "side", "3 mm", "6 sin", "7 add", "5 relu", "memory", "12.0 KiB", "0"]
         for word in (*labels, "net.py:3", "a = x @ w", "1 x, 10.0 us"):
@@ -889,10 +871,7 @@ class TestCommand(TestCase):
         for argv, message in (
             (["no.py:f"], "timeline: no file no.py"),
             ([f"{self.path}:none"], f"timeline: {self.path} has no function none"),
-            (
-                [f"{self.path}:branch", "--out", "x.png"],
-                "timeline: --out x.png: timeline writes .svg or .json",
-            ),
+            ([f"{self.path}:branch", "--out", "x.png"], "timeline: --out x.png: timeline writes .svg or .json"),
             ([f"{self.path}:branch", "--calls", "0"], "timeline: --calls must be at least 1, got 0"),
             ([f"{self.path}:branch", "--devices", "9"], "timeline: --devices must be 1 to 8, got 9"),
         ):

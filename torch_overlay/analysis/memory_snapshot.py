@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay.analysis.memory_report import amount
-from torch_overlay.testing._text import OURS, TORCH
+from torch_overlay.testing._text import as_line, OURS, TORCH
 
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _users(frames: Sequence[Mapping[str, Any]]) -> str:
     for frame in frames:
         file = frame["filename"]
         if file.endswith(".py") and not file.startswith((TORCH, OURS)) and not file.startswith("<"):
-            return f"{os.path.basename(file)}:{frame['line']}: {frame['name']}"
+            return as_line(file, frame["line"], frame["name"])
     return ""
 
 

@@ -14,8 +14,10 @@ from torch_overlay.testing._simulate import simulated_gpu
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch_overlay.testing._simulate import Simulation
 
-def _is_compiled(fn: Any) -> bool:
+
+def is_compiled(fn: Any) -> bool:
     return hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
 
 
@@ -24,7 +26,7 @@ def as_compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     name = getattr(fn, "__name__", type(fn).__name__)
     if isinstance(fn, type):
         raise TypeError(f"{name} is a class: pass a function, or an instance of the class")
-    if not _is_compiled(fn):
+    if not is_compiled(fn):
         return torch.compile(fn, **options)
     if given := ", ".join(f"{option}={value!r}" for option, value in options.items() if value):
         raise ValueError(
@@ -58,7 +60,7 @@ def compile_only(
         try:
             seen.output = compiled(*args)
             if backward:
-                _backward(seen.output)
+                run_backward(seen.output, "compile_only(backward=True)")
         except Exception as e:
             if not allow_error:
                 raise
@@ -66,8 +68,19 @@ def compile_only(
     return seen
 
 
-def _backward(output: Any) -> None:
-    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+def run_backward(outputs: Any, asked: str = "backward") -> None:
+    """Run the backward of all outputs that require a gradient, from ones. `asked` is the option that asks for it."""
+    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not leaves:
-        raise ValueError("compile_only(backward=True): no output requires a gradient")
+        raise ValueError(f"{asked}: no output requires a gradient")
     torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+
+
+def as_simulated(simulation: Simulation, values: Any) -> Any:
+    """Replace real tensors by fake ones of the same layout."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        is_fake = isinstance(tensor, torch._subclasses.FakeTensor)
+        return tensor if is_fake else simulation.fake_mode.from_tensor(tensor)
+
+    return pytree.tree_map_only(torch.Tensor, convert, values)

@@ -53,7 +53,11 @@ def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
 
 def line_of(node: torch.fx.Node) -> str:
     """Return the user's line of a node as "file:number: text", or the path of its module."""
-    file, line, code = _user_line(node)
+    return as_line(*_user_line(node))
+
+
+def as_line(file: str, line: int, code: str) -> str:
+    """Format a source line as "file:number: text", or as its text alone if no file is known."""
     return f"{os.path.basename(file)}:{line}: {code}" if file else code
 
 

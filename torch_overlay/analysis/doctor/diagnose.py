@@ -25,7 +25,9 @@ from torch_overlay._inductor.user_lines import is_in_torch
 from torch_overlay.analysis.doctor import eager, fresh_start, remedies, timeline
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, VARY, Work
 from torch_overlay.analysis.doctor.timeline import StepTimeline
+from torch_overlay.analysis.race_check.simulated_backward import nodes_of
 from torch_overlay.testing import observe
+from torch_overlay.testing._compile import is_compiled, run_backward
 from torch_overlay.testing._simulate import active
 
 
@@ -164,11 +166,10 @@ class _Job:
     def step(self, run: Callable[..., Any]) -> Any:
         result = run(*self.args)
         if self.backward:
-            outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-            if not outputs:
-                raise ValueError("backward: no output requires a gradient")
-            _forget_gradients(outputs)
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            for node in nodes_of(pytree.tree_leaves(result)):
+                if (leaf := getattr(node, "variable", None)) is not None:
+                    leaf.grad = None  # to add the new gradient to it would be a launch of eager code
+            run_backward(result)
         return result
 
     def measure(self, fn: Callable[..., Any], detail: bool = True) -> _Measured:
@@ -229,8 +230,7 @@ class _Job:
         """Return the function as it is, if it is compiled or calls code that asks for CUDA graphs; else compiled."""
         if id(fn) not in self.runs:
             self.step(fn)
-            is_compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
-            if is_compiled or counts.live:
+            if is_compiled(fn) or counts.live:
                 self.runs[id(fn)] = fn
             else:
                 torch._dynamo.reset()
@@ -253,18 +253,6 @@ class _Job:
         work = diagnosis("", self.simulated, after.coverage, after.findings, self.counted).work
         results = compared(first.results, after.results, self.simulated)
         return Trial(*what, found.work, work, first.ms, after.ms, results)
-
-
-def _forget_gradients(outputs: Sequence[torch.Tensor]) -> None:
-    """Drop the gradients that a backward of these would be added to: that would be launches of eager code."""
-    todo, known = [output.grad_fn for output in outputs], set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            todo += [following for following, _ in node.next_functions]
-            if (leaf := getattr(node, "variable", None)) is not None:
-                leaf.grad = None
 
 
 def _least_ms(step: Callable[[], Any]) -> float:

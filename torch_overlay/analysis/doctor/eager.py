@@ -30,7 +30,7 @@ from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.relaunch.coverage import Outside
 from torch_overlay._inductor.user_lines import is_in_torch
 from torch_overlay.analysis.race_check.simulated_operators import Operator
-from torch_overlay.analysis.race_check.source_lines import _is_compiling
+from torch_overlay.analysis.race_check.source_lines import _is_compiling, outward
 
 
 if TYPE_CHECKING:
@@ -82,15 +82,13 @@ def _set_mode(mode: int) -> None:
 def _line() -> str | None:
     """The line of the program that is running, or that the running line of generated code comes from; None for a wait
     of a capture, or of a choice among kernels."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in outward(sys._getframe()):
         if line := user_line(frame.f_code.co_filename, frame.f_lineno):
             return line
         if is_program(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_globals.get("__name__", "").startswith(CAPTURES) or frame.f_code.co_filename.startswith(TUNES):
             return None
-        frame = frame.f_back
     return ""
 
 
@@ -180,19 +178,13 @@ def _effects(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[bool, bool]:
         touched = operator.touched
         if not any(t.is_cuda for t in touched) or operator.is_view or func._schema.name.startswith(ALLOCATES):
             return False, False
-        written = [*operator.writes, *operator.results]
         if not any(t.numel() for t in touched):
             return False, False
     except (NotImplementedError, RuntimeError):  # a tensor without one storage: sparse, nested
         return True, False
     if READS.intersection(func.tags):
-        return any(t.is_cuda for t in written), True
-    to_host = [t for t in written if not t.is_cuda]
-    if to_host:
-        made = func is torch.ops.aten._to_copy.default  # pinned, if the copy doesn't block
-        return True, not (operator.no_wait and (made or all(t.is_pinned() for t in to_host)))
-    from_host = "copy" in func._schema.name and any(not t.is_cuda and t.dim() for t in operator.reads)
-    return bool(written), from_host and not operator.no_wait
+        return any(t.is_cuda for t in operator.changed), True
+    return bool(operator.changed), operator.blocks_host(torch.Tensor.is_pinned)
 
 
 def _where() -> tuple[str, str] | None:
@@ -217,19 +209,13 @@ def _where() -> tuple[str, str] | None:
 def _stack() -> Iterator[FrameType]:
     """The frames of this thread, innermost first; if it is one of autograd's, then those of the thread that waits for
     it."""
-    frame: FrameType | None = sys._getframe(2)
-    yield from _outward(frame)
+    frame = sys._getframe(2)
+    yield from outward(frame)
     if isinstance(threading.current_thread(), threading._DummyThread):
         for other in sys._current_frames().values():
-            if other is not frame and any(f.f_code.co_filename in BACKWARD for f in _outward(other)):
-                yield from _outward(other)
+            if other is not frame and any(f.f_code.co_filename in BACKWARD for f in outward(other)):
+                yield from outward(other)
                 return
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import textwrap
 from dataclasses import dataclass, replace
 from typing import Any, TYPE_CHECKING
@@ -28,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay import config
 from torch_overlay._inductor.streams import lowering
 from torch_overlay._stream_handling import handles_streams
-from torch_overlay.analysis.race_check.context import _ALIGNED_COPY, assemble, Context, Promises
+from torch_overlay.analysis.race_check.context import assemble, Context, Promises
 from torch_overlay.analysis.race_check.happens_before import analyse, Race
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import (
@@ -42,7 +43,7 @@ from torch_overlay.analysis.race_check.trace import (
     View,
 )
 from torch_overlay.testing import observe, simulated_gpu
-from torch_overlay.testing._compile import as_compiled
+from torch_overlay.testing._compile import as_compiled, as_simulated, run_backward
 
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
 
     from torch_overlay.analysis.race_check.race_report import Report
     from torch_overlay.testing import Compiled
+
 CALLER = "the caller"
+_ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(|torch_overlay::align\(\w+, \w+_orig, stream")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def check(
         runs = fn
         if compile:
             runs = as_compiled(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
-        args = _simulated(gpu, args)
+        args = as_simulated(gpu, args)
         before = EagerOrder()
         notes: list[str] = []
         device = SimulatedDevice(gpu, rewrite=rewrite)
@@ -121,7 +124,7 @@ def check(
         with observe() as seen, device, _watched_folding() as folded:
             device.seen = seen
             run = functools.partial(_run, device, runs, args, calls, backward, before, seen)
-            caller = _in_each_way(device, run, misaligned, traces)
+            caller = in_each_way(device, run, traces, misaligned)
             if folded:
                 notes.append(
                     f"{len(folded)} small branch{'es'[: 2 * (len(folded) != 1)]} run on the caller's stream "
@@ -129,7 +132,7 @@ def check(
                 )
                 torch._dynamo.reset()
                 with config.patch(fold_branches_below_us=0.0):
-                    _in_each_way(device, run, misaligned, traces)
+                    in_each_way(device, run, traces, misaligned)
             context = Context.of(device, caller.current, before.promises, events & set(device.events.values()))
     report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
     if device.ran_backward:
@@ -137,16 +140,25 @@ def check(
     return replace(report, eager_races=before.races)
 
 
-def _in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned: bool, traces: list[Trace]) -> Caller:
-    """Run the compiled code in each applicable mode (idle streams, misaligned inputs, captures); keep the traces."""
-    first = len(device.modules)
-    device.captures = device.misaligned = device.asked_idle = device.has_partitions = False
+def idle_or_busy(device: SimulatedDevice, run: Callable[..., Caller], traces: list[Trace]) -> Caller:
+    """Run code with busy streams and, if it asks, with idle ones in some of its calls; keep the traces."""
+    device.asked_idle = False
     caller = run()
     traces.append(device.trace)
     if device.asked_idle:
-        for pattern in ((True, True), (True, False), (False, True)):
-            run(pattern)
+        for idle in ((True, True), (True, False), (False, True)):
+            run(idle=idle)
             traces.append(device.trace)
+    return caller
+
+
+def in_each_way(
+    device: SimulatedDevice, run: Callable[..., Caller], traces: list[Trace], misaligned: bool = False
+) -> Caller:
+    """Run the compiled code in each applicable mode (idle streams, misaligned inputs, captures); keep the traces."""
+    first = len(device.modules)
+    device.captures = device.has_partitions = False
+    caller = idle_or_busy(device, run, traces)
     if misaligned and any(_ALIGNED_COPY.search(module.original) for module in device.modules[first:]):
         device.misaligned = True
         run()
@@ -172,17 +184,6 @@ def _watched_folding() -> Iterator[list[int]]:
 
     with mock.patch.object(lowering, "fold_branches", watched):
         yield folded
-
-
-def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Replace real tensors by fake ones of the same layout."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
-            return gpu.fake_mode.from_tensor(value)
-        return value
-
-    return tuple(pytree.tree_map(convert, args))
 
 
 def _in_eager(
@@ -252,19 +253,12 @@ def _run(
             caller.prepare(args)
             outputs = fn(*args)
             if backward:
-                _backward(outputs)
+                run_backward(outputs, "check(backward=True)")
             if seen is not None and number == calls - 1:
                 seen.output = outputs
             caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
             del outputs
     return caller
-
-
-def _backward(outputs: Any) -> None:
-    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not leaves:
-        raise ValueError("check(backward=True): no output requires a gradient")
-    torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
 
 
 def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch_overlay.analysis.race_check.happens_before import analyse, Findings, Reliance
 from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
-from torch_overlay.analysis.race_check.trace import (
-    HOST,
-    Synchronize,
-    Trace,
-)
+from torch_overlay.analysis.race_check.source_lines import source_line
+from torch_overlay.analysis.race_check.trace import HOST, Synchronize, Trace
 
 
 if TYPE_CHECKING:
@@ -116,9 +111,7 @@ class Context:
 def _statement(site: str) -> str:
     """Format the site of a user's statement with its source text."""
     path, _, line = site.rpartition(":")
-    if not line.isdigit():
-        return site
-    return f"{os.path.basename(path)}:{line}: {linecache.getline(path, int(line)).strip()}"
+    return source_line(path, int(line)) if line.isdigit() else site
 
 
 def _in_the_way(found: Reliance, who: str) -> str:
@@ -129,8 +122,7 @@ def assemble(
     reports: Sequence[Report], seen: Compiled, traces: list[Trace], notes: list[str], context: Context
 ) -> Report:
     """Merge the reports of several runs of the same code into one."""
-    races = {race.key: race for report in reports for race in report.races}
-    boundary = dict.fromkeys(row for report in reports for row in report.boundary)
+    found = merged(reports, traces)
     # An event is redundant if none of the runs needs it; a run that doesn't reach it doesn't need it.
     needed = {site for report in reports for site in report.needed}
     redundant = list(dict.fromkeys(r for report in reports for r in report.redundant if r.site not in needed))
@@ -138,13 +130,21 @@ def assemble(
     if len(frames) > 1:  # no frame knows what runs between frames
         redundant = [r for r in redundant if not _BOUNDARY.search(r.site)]
     plan = "\n\n".join(p.table() for p in seen.plans)
-    return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)
+    return replace(found, redundant=redundant, plan=plan, notes=notes, compiled=seen, context=context)
 
 
-_ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(|torch_overlay::align\(\w+, \w+_orig, stream")
+def merged(reports: Sequence[Report], traces: list[Trace]) -> Report:
+    """Return the races and promises of several runs of the same code, and the redundant events of the first run."""
+    races = {race.key: race for report in reports for race in report.races}
+    boundary = dict.fromkeys(row for report in reports for row in report.boundary)
+    return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
+
+
+def without_eager(device: SimulatedDevice, traces: list[Trace]) -> Report:
+    """Return the report of runs for which eager's promises aren't known."""
+    context = Context(None, device.current(), frozenset(), frozenset())
+    return merged([context.judge(trace.operations) for trace in traces], traces)
 
 
 _BOUNDARY = re.compile(r": wait_(entry|exit) ")
-
-
 _COMPILERS_EVENT = re.compile(r"^wrapper .*\bev\d")

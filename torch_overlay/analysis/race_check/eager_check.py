@@ -13,7 +13,6 @@ allocator's reuse of freed memory.
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -22,7 +21,7 @@ import torch
 from torch_overlay.analysis.race_check.happens_before import Done, missing_edge, Race
 from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.trace import Launch, Memory, View
-from torch_overlay.testing._text import OURS, TORCH
+from torch_overlay.testing._text import as_line, OURS, TORCH
 
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _done(access: Any, memory: Memory) -> Done:
 def _line(stack: Any) -> str:
     """Format the innermost frame of the user's code."""
     users = [frame for frame in stack if not frame.filename.startswith((TORCH, OURS))]
-    return f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}: {users[-1].line}" if users else ""
+    return as_line(users[-1].filename, users[-1].lineno, users[-1].line) if users else ""
 
 
 __all__ = ["check_eager"]

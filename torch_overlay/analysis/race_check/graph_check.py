@@ -107,11 +107,11 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
     for node in graph.nodes:
         if isinstance(node, FillNode):
             rows = ByteSpan(0, (node.height,), (node.pitch,), node.width * node.element_size)
-            yield from places.known(node.index, node.dst, rows, WRITE)
+            yield from places.touch(node.index, node.dst, WRITE, rows)
         elif isinstance(node, CopyNode):
             for side, mode in zip(node.sides, (WRITE, READ), strict=True):
                 span = ByteSpan(0, (node.depth, node.height), (side.pitch * side.rows, side.pitch), node.width)
-                yield from places.known(node.index, side.address, span, mode)
+                yield from places.touch(node.index, side.address, mode, span)
         elif isinstance(node, KernelNode):
             letters = kernels.get(node.name, "")
             if letters and len(letters) != len(node.parameters):
@@ -122,7 +122,7 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
             for number, (_, value) in enumerate(node.parameters):
                 letter = letters[number] if letters else "?"
                 if letter != "-":
-                    yield from places.unknown(node.index, value, "" if letter == "?" else letter)
+                    yield from places.pointers(node.index, value, "" if letter == "?" else letter)
 
 
 class _Places:
@@ -132,27 +132,26 @@ class _Places:
         self.segments = AddressMap(graph).segments
         self.starts = [segment.address for segment in self.segments]
 
-    def find(self, address: int) -> Segment | None:
+    def touch(self, node: int, address: int, mode: str, span: ByteSpan | None = None) -> list[Touch]:
+        """Return the touch of bytes from an address on: a span of them, or all up to the end of the segment. Empty if
+        the address is in no segment.
+        """
         at = bisect.bisect_right(self.starts, address) - 1
         if at < 0 or address >= self.segments[at].address + self.segments[at].size:
-            return None
-        return self.segments[at]
+            return []
+        segment = self.segments[at]
+        offset = address - segment.address
+        span = span or ByteSpan(0, (), (), segment.size - offset)
+        return [Touch(node, segment.region, segment, dataclasses.replace(span, offset=segment.delta + offset), mode)]
 
-    def known(self, node: int, address: int, span: ByteSpan, mode: str) -> Iterator[Touch]:
-        if (segment := self.find(address)) is not None:
-            at = segment.delta + address - segment.address
-            yield Touch(node, segment.region, segment, dataclasses.replace(span, offset=at), mode)
-
-    def unknown(self, node: int, value: bytes, mode: str) -> Iterator[Touch]:
+    def pointers(self, node: int, value: bytes, mode: str) -> Iterator[Touch]:
         """Yield a touch for each pointer in a parameter, at any multiple of 4 bytes; pointers don't overlap."""
         skip = 0
         for offset in range(0, len(value) - 7, 4):
             address = int.from_bytes(value[offset : offset + 8], "little")
-            if offset >= skip and (segment := self.find(address)) is not None:
+            if offset >= skip and (found := self.touch(node, address, mode)):
                 skip = offset + 8
-                at = segment.delta + address - segment.address
-                size = segment.address + segment.size - address
-                yield Touch(node, segment.region, segment, ByteSpan(at, (), (), size), mode)
+                yield from found
 
 
 def _modes(

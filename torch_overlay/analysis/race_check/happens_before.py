@@ -21,7 +21,7 @@ the program accesses memory that it has freed itself. Pure Python; no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay.analysis.race_check.trace import (
     Access,
@@ -41,7 +41,7 @@ from torch_overlay.analysis.race_check.trace import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch_overlay.analysis.race_check.trace import Operation
 
@@ -150,7 +150,7 @@ class _TraceReader:
         self.pools: dict[str, dict[str, Done]] = {}  # pool -> stream -> the last access of freed memory
         self.pool_streams: dict[str, str] = {}
         self.record_sites: dict[str, str] = {}  # pool -> site of a record_stream that covers an access
-        self.never_recorded: set[tuple[str, str]] = set()
+        self.never_recorded: set[tuple[str, str]] = set()  # waits before the first record of their event
         self.orders: dict[tuple[str, str], bool] = {}  # wait -> did any of its executions order something?
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
         self.last_record: dict[str, tuple[str, str]] = {}
@@ -158,10 +158,8 @@ class _TraceReader:
 
     def clock(self, stream: str) -> VectorClock:
         """Return the clock of a stream: everything that its next launch is ordered after."""
-        clock = self.clocks.get(stream)
-        if clock is None:
-            clock = self.clocks[stream] = VectorClock()
-            self.why[stream] = {}
+        clock = self.clocks.setdefault(stream, VectorClock())
+        self.why.setdefault(stream, {})
         if stream != HOST:
             for other, position in self.clocks[HOST].items():
                 if clock.get(other, 0) < position:
@@ -178,10 +176,7 @@ class _TraceReader:
                 self.why[who][other] = site
 
     def block(self, memory: Memory) -> _MemoryState:
-        block = self.blocks.get(memory)
-        if block is None:
-            block = self.blocks[memory] = _MemoryState({})
-        return block
+        return self.blocks.setdefault(memory, _MemoryState({}))
 
     # ---- order
 
@@ -199,15 +194,15 @@ class _TraceReader:
     def wait(self, op: Wait) -> None:
         clock, state = self.clock(op.stream), self.events.get(op.event)
         where = _place(op.site, f"wait of {op.stream} for {op.event}")
-        known = state is None or clock.implies(state)
-        # The code under check must not rely on order that comes from waits of autograd's engine.
-        known &= not any(self.why[op.stream].get(other) == ENGINE for other in state or ())
-        self.orders[where] = self.orders.get(where, False) or not known
+        self.orders.setdefault(where, False)
         if state is None:
             self.never_recorded.add(where)
-        if state is not None:
-            self._is_waited_for(op.event)
-            self.learn(op.stream, state, op.site)
+            return
+        # The code under check must not rely on order that comes from waits of autograd's engine.
+        by_engine = any(self.why[op.stream].get(other) == ENGINE for other in state)
+        self.orders[where] |= by_engine or not clock.implies(state)
+        self._is_waited_for(op.event)
+        self.learn(op.stream, state, op.site)
 
     def synchronize(self, op: Synchronize) -> None:
         host, over = self.clocks[HOST], VectorClock()
@@ -246,6 +241,9 @@ class _TraceReader:
                 continue
             if stream not in pool or pool[stream].position < done.position:
                 pool[stream] = done
+
+    def record_stream(self, op: RecordStream) -> None:
+        self.block(op.memory).recorded.setdefault(op.stream, op.site)
 
     def launch(self, op: Launch) -> None:
         clock = self.clock(op.stream)
@@ -325,37 +323,17 @@ class _TraceReader:
             elif stream != who:
                 found.because.setdefault(who, self.why.get(who, {}).get(stream, "") if recorded is None else recorded)
 
-    def read(self, op: Operation) -> None:
-        if isinstance(op, Launch):
-            self.launch(op)
-        elif isinstance(op, Wait):
-            self.wait(op)
-        elif isinstance(op, Record):
-            self.record(op)
-        elif isinstance(op, Alloc):
-            self.alloc(op)
-        elif isinstance(op, Free):
-            self.free(op)
-        elif isinstance(op, Synchronize):
-            self.synchronize(op)
-        elif isinstance(op, RecordStream):
-            self.block(op.memory).recorded.setdefault(op.stream, op.site)
-        else:
-            self.boundary(op)
-
     def finish(self) -> Findings:
-        for (site, what), orders in self.orders.items():
-            if orders:
-                self.found.needed.add(site)
-            else:
-                never = (site, what) in self.never_recorded
-                why = "the event was not recorded before" if never else "what it orders is ordered without it"
-                self.found.redundant.append(Redundant(what, why, site))
-        for (site, what), waited in self.records.items():
-            if waited:
-                self.found.needed.add(site)
-            else:
-                self.found.redundant.append(Redundant(what, "nobody waits for it", site))
+        never = dict.fromkeys(self.never_recorded, "the event was not recorded before")
+        for events, why in (
+            (self.orders, "what it orders is ordered without it"),
+            (self.records, "nobody waits for it"),
+        ):
+            for (site, what), is_needed in events.items():
+                if is_needed:
+                    self.found.needed.add(site)
+                else:
+                    self.found.redundant.append(Redundant(what, never.get((site, what), why), site))
         return self.found
 
 
@@ -398,8 +376,18 @@ def missing_edge(kind: str, first: Done, second: Done) -> str:
 def analyse(operations: Iterable[Operation]) -> Findings:
     """Return all findings of a trace. Linear in its length for a bounded number of streams."""
     reader = _TraceReader()
+    read: dict[type, Callable[[Any], None]] = {
+        Alloc: reader.alloc,
+        Boundary: reader.boundary,
+        Free: reader.free,
+        Launch: reader.launch,
+        Record: reader.record,
+        RecordStream: reader.record_stream,
+        Synchronize: reader.synchronize,
+        Wait: reader.wait,
+    }
     for operation in operations:
-        reader.read(operation)
+        read[type(operation)](operation)
     return reader.finish()
 
 

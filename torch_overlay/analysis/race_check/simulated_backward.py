@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch._dynamo.compiled_autograd
 
-from torch_overlay.analysis.race_check.trace import ENGINE, Record
+from torch_overlay.analysis.race_check.trace import ENGINE
 
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
 
-def _nodes(tensors: Any) -> list[Any]:
+def nodes_of(tensors: Any) -> list[Any]:
+    """Return the nodes of the autograd graph behind the tensors."""
     found: dict[Any, None] = {}
     todo = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     while todo:
@@ -47,12 +48,6 @@ class _Hooks:
         self.handles.append(node.register_prehook(lambda gradients: self.before(node, gradients)))
         self.handles.append(node.register_hook(lambda inputs, outputs: self.after(node, inputs)))
 
-    def event(self, stream: str) -> str:
-        self.device.event_count += 1
-        name = f"event {self.device.event_count}"
-        self.device.trace.add(Record(name, stream, ENGINE))
-        return name
-
     def before(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         if self.device.is_listening():
             self.device.gradients = {}
@@ -64,7 +59,7 @@ class _Hooks:
             return
         self.device.sweep()
         stream = self.device.current()
-        event = self.event(stream)
+        event = self.device.record_new_event(stream, ENGINE)
         consumers = [(n, gradient) for (n, _), gradient in zip(node.next_functions, gradients) if n is not None]
         for consumer, gradient in consumers:
             produced = self.produced.setdefault(consumer, [])
@@ -76,7 +71,7 @@ class _Hooks:
 
     def begin(self, tensors: Any) -> None:
         """Note the caller as the producer of the incoming gradients."""
-        event = self.event(self.caller)
+        event = self.device.record_new_event(self.caller, ENGINE)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 self.produced.setdefault(tensor.grad_fn, []).append((self.caller, event))
@@ -102,7 +97,7 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
         device.ran_backward = True
         hooks = _Hooks(device, device.current())
         hooks.begin(tensors)
-        for node in _nodes(tensors):
+        for node in nodes_of(tensors):
             hooks.attach(node)
         device.in_backward += 1
         try:
@@ -116,4 +111,4 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-__all__ = ["engine"]
+__all__ = ["engine", "nodes_of"]

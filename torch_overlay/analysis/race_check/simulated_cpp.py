@@ -22,8 +22,7 @@ import torch
 from torch_overlay import csrc
 from torch_overlay._inductor.streams import runtime as stream_runtime
 from torch_overlay.analysis.race_check.kernel_ranges import HostKernelRanges
-from torch_overlay.analysis.race_check.simulated_module import _reinterpret, _touched, _Triton, CheckError, Module
-from torch_overlay.analysis.race_check.trace import HOST
+from torch_overlay.analysis.race_check.simulated_module import _reinterpret, _Triton, CheckError, launch_on_host, Module
 
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def source_of(text: str) -> str:
             model.run_impl(inputs, outputs, torch_overlay::current_stream(0), nullptr)"""
     if re.search(r"custom_op_wrapper|aoti_torch_call_dispatcher|c10::IValue|\.size\(|temporary_reference", body):
         raise CheckError("the C++ calls operators by the dispatcher, or reads sizes, which isn't simulated")
-    names = sorted(set(_CALLED.findall(body)) | {"aoti_torch_clone_preserve_strides", "aoti_torch_copy_"})
-    names = sorted({*names, "aoti_torch_new_tensor_handle", "aoti_torch_get_current_cuda_stream"})
+    of_headers = ("clone_preserve_strides", "copy_", "get_current_cuda_stream", "new_tensor_handle")
+    names = sorted({*_CALLED.findall(body), *(f"aoti_torch_{name}" for name in of_headers)})
     constants = sorted({found[0] for found in _CONSTANT.finditer(body)})
     functions = [
         f'template <class... A> int64_t {name}(const A&... given) {{ return call_python("{name}", given...); }}'
@@ -176,18 +175,16 @@ class CppModule(Module):
     def host_kernel(self, name: str, arguments: Sequence[Any]) -> None:
         source = self.text.rpartition(f"void  {name}(")[2].partition("\n}\n")[0]
         parameters = re.findall(r"\*\s*(\w+)", source.partition(")")[0])
-        ranges = HostKernelRanges(source)
-        reads, writes = [], []
-        for parameter, argument in zip(parameters, arguments, strict=True):
-            tensor = self.tensors[argument.number >> 4]
-            found = _touched(self.device, tensor, ranges.elements(parameter) if tensor.numel() else None)
-            (writes if argument.kind == b"w" else reads).extend(found)
-        self.device.launch("C++ kernel", HOST, [*reads, *writes], writes)
+        given = [(p, self.tensors[a.number >> 4], a.kind == b"w") for p, a in zip(parameters, arguments, strict=True)]
+        launch_on_host(self.device, HostKernelRanges(source), given)
 
     # ---- tensors
 
-    def store(self, address: int, tensor: Any) -> None:
-        ctypes.c_int64.from_address(address).value = self.keep(tensor)
+    def store(self, tensor: Any, address: int) -> None:
+        _write(address, self.keep(tensor))
+
+    on_assign_tensors_out = on_new_tensor_handle = store
+    on_scalar = keep
 
     def ints(self, address: int, count: int) -> list[int]:
         return list((ctypes.c_int64 * count).from_address(address)) if count else []
@@ -209,33 +206,20 @@ class CppModule(Module):
         kind = self.constant(kind)
         where = f"cuda:{index}" if kind == "cuda" else kind
         size, stride = self.ints(sizes, ndim), self.ints(strides, ndim)
-        self.store(
-            address, torch.empty_strided(size, stride, dtype=self.constant(dtype), device=where, pin_memory=pinned)
-        )
+        made = torch.empty_strided(size, stride, dtype=self.constant(dtype), device=where, pin_memory=pinned)
+        self.store(made, address)
 
-    def on_empty_strided(self, *given: int) -> None:
-        self.empty(False, *given)
-
-    def on_empty_strided_pinned(self, *given: int) -> None:
-        self.empty(True, *given)
+    on_empty_strided = functools.partialmethod(empty, False)
+    on_empty_strided_pinned = functools.partialmethod(empty, True)
 
     def on_reinterpret(self, tensor: torch.Tensor, ndim: int, sizes: int, strides: int, offset: int) -> int:
         return self.keep(_reinterpret(tensor, self.ints(sizes, ndim), self.ints(strides, ndim), offset))
 
     def on_clone_preserve_strides(self, tensor: torch.Tensor, address: int) -> None:
-        self.store(address, tensor.clone())
+        self.store(tensor.clone(), address)
 
     def on_item_int64(self, value: int, address: int) -> None:
-        ctypes.c_int64.from_address(address).value = value
-
-    def on_scalar(self, value: float) -> int:
-        return self.keep(value)
-
-    def on_assign_tensors_out(self, tensor: torch.Tensor, address: int) -> None:
-        self.store(address, tensor)
-
-    def on_new_tensor_handle(self, tensor: torch.Tensor, address: int) -> None:
-        self.store(address, tensor)
+        _write(address, value)
 
     def on_copy_(self, target: torch.Tensor, source: torch.Tensor, non_blocking: int) -> None:
         target.copy_(source, bool(non_blocking))
@@ -251,7 +235,7 @@ class CppModule(Module):
             result = overload(**given)
         results = result if isinstance(result, tuple) else (result,)
         for argument, tensor in zip(arguments, results):
-            self.store(argument.number, tensor)
+            self.store(tensor, argument.number)
 
     def operand(self, kind: str, arguments: list[Any]) -> Any:
         first = arguments.pop(0)
@@ -271,25 +255,23 @@ class CppModule(Module):
 
     # ---- streams and events
 
-    def stream(self, handle: int) -> Any:
-        return self.streams[handle]
+    def known(self, stream: Any) -> int:
+        self.streams[stream.cuda_stream] = stream
+        return stream.cuda_stream
 
     def on_get_current_cuda_stream(self, device: int, address: int) -> None:
-        stream: Any = stream_runtime.callers_stream(device)
-        self.streams[stream.cuda_stream] = stream
-        ctypes.c_int64.from_address(address).value = stream.cuda_stream
+        _write(address, self.known(stream_runtime.callers_stream(device)))
 
     def on_set_device(self, index: int) -> None:
         torch._C._cuda_setDevice(index)
 
     def on_set_stream(self, handle: int, device: int) -> int:
-        before: Any = stream_runtime.callers_stream(device)
-        self.streams[before.cuda_stream] = before
-        stream_runtime.set_stream(self.stream(handle))
-        return before.cuda_stream
+        before = self.known(stream_runtime.callers_stream(device))
+        stream_runtime.set_stream(self.streams[handle])
+        return before
 
     def on_restore_stream(self, before: int) -> None:
-        stream_runtime.set_stream(self.stream(before))
+        stream_runtime.set_stream(self.streams[before])
 
     def region(self, address: int) -> stream_runtime.CppRegion:
         spec = ctypes.string_at(address).decode()
@@ -312,28 +294,30 @@ class CppModule(Module):
 
     def on_record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         if tensor.is_cuda:
-            tensor.record_stream(self.stream(stream))
+            tensor.record_stream(self.streams[stream])
 
     def on_create_stream(self) -> int:
-        stream = torch.cuda.Stream()
-        self.streams[stream.cuda_stream] = stream
-        return stream.cuda_stream
+        return self.known(torch.cuda.Stream())
 
     def on_create(self) -> int:
         self.events.append(torch.cuda.Event())
         return len(self.events)
 
     def on_record(self, event: int, stream: int) -> None:
-        self.events[event - 1].record(self.stream(stream))
+        self.events[event - 1].record(self.streams[stream])
 
     def on_wait(self, event: int, stream: int) -> None:
-        self.events[event - 1].wait(self.stream(stream))
+        self.events[event - 1].wait(self.streams[stream])
 
     def on_synchronize(self, event: int) -> None:
         self.events[event - 1].synchronize()
 
     def on_synchronize_stream(self, stream: int) -> None:
-        self.stream(stream).synchronize()
+        self.streams[stream].synchronize()
+
+
+def _write(address: int, value: int) -> None:
+    ctypes.c_int64.from_address(address).value = value
 
 
 def module_type(text: str) -> type[Module]:

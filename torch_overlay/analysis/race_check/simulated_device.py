@@ -27,6 +27,7 @@ from torch_overlay.analysis.race_check.simulated_operators import SimulatedOpera
 from torch_overlay.analysis.race_check.source_lines import _is_compiling, assigned_name, site, user_line
 from torch_overlay.analysis.race_check.trace import (
     Access,
+    accesses,
     Alloc,
     ByteSpan,
     ENGINE,
@@ -47,6 +48,7 @@ from torch_overlay.testing import _stub_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from torch_overlay.analysis.race_check.trace import Operation
     from torch_overlay.testing import Simulation
 
 
@@ -55,6 +57,22 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: SimulatedDevice, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
             return method(self, *args, **kwargs)
+
+    return run
+
+
+_BETWEEN_STREAMS = ("record", "wait")  # inside of a graph, these order nothing outside
+
+
+def _reported(method: Callable[..., Operation]) -> Callable[..., None]:
+    """Have `Devices` report an operation by this method, which returns the operation, if the device listens."""
+
+    @functools.wraps(method)
+    def run(self: SimulatedDevice, *args: Any) -> None:
+        with self.lock:
+            if self.is_listening() and not (self.graph_stream is not None and method.__name__ in _BETWEEN_STREAMS):
+                self.sweep()
+                self.trace.add(method(self, *args))
 
     return run
 
@@ -201,6 +219,7 @@ class SimulatedDevice:
     # ---- names
 
     def stream_name(self, stream_id: int, device: int) -> str:
+        """Name a stream by its number or its raw handle; the default streams of all devices have the same handle."""
         if (known := self.devices.of_handle(stream_id)) is not None:  # an ExternalStream of one of ours
             stream_id, device = known
         name = self.streams.get((device, stream_id))
@@ -226,10 +245,6 @@ class SimulatedDevice:
         index = torch._C._accelerator_getDeviceIndex() if device is None else device
         return self.name(torch._C._accelerator_getStream(index))
 
-    def of_handle(self, handle: int, device: int) -> str:
-        """Return the stream of a raw handle; the default streams of all devices have the same handle."""
-        return self.stream_name(handle, device)
-
     def place(self, tensor: torch.Tensor) -> str:
         """Return the stream on which an operator works on a tensor."""
         if self.graph_stream is not None and tensor.is_cuda:
@@ -239,8 +254,17 @@ class SimulatedDevice:
     def event_name(self, event: Any) -> str:
         name = self.events.get(event)
         if name is None:
-            self.event_count += 1
-            name = self.events[event] = f"event {self.event_count}"
+            name = self.events[event] = self._new_event()
+        return name
+
+    def _new_event(self) -> str:
+        self.event_count += 1
+        return f"event {self.event_count}"
+
+    def record_new_event(self, stream: str, site: str) -> str:
+        """Record an event that PyTorch makes by itself; return its name."""
+        name = self._new_event()
+        self.trace.add(Record(name, stream, site))
         return name
 
     # ---- streams and events: called by `Devices`
@@ -250,17 +274,13 @@ class SimulatedDevice:
         if not known and self.is_listening():
             self.private.add(self.name(stream))
 
-    @_one_at_a_time
-    def record(self, event: Any, stream: torch.Stream) -> None:
-        if self.is_listening() and self.graph_stream is None:
-            self.sweep()
-            self.trace.add(Record(self.event_name(event), self.name(stream), site()))
+    @_reported
+    def record(self, event: Any, stream: torch.Stream) -> Operation:
+        return Record(self.event_name(event), self.name(stream), site())
 
-    @_one_at_a_time
-    def wait(self, event: Any, stream: torch.Stream) -> None:
-        if self.is_listening() and self.graph_stream is None:
-            self.sweep()
-            self.trace.add(Wait(self.event_name(event), self.name(stream), site()))
+    @_reported
+    def wait(self, event: Any, stream: torch.Stream) -> Operation:
+        return Wait(self.event_name(event), self.name(stream), site())
 
     @_one_at_a_time
     def engine_takes(
@@ -276,29 +296,22 @@ class SimulatedDevice:
             if gradient is not None and gradient.is_cuda and (memory := self.memory(gradient)).stream != stream:
                 self.trace.add(RecordStream(memory, stream, ENGINE))
 
-    @_one_at_a_time
-    def synchronize_event(self, event: Any) -> None:
-        if self.is_listening():
-            self.sweep()
-            self.trace.add(Synchronize(event=self.event_name(event), site=site()))
+    @_reported
+    def synchronize_event(self, event: Any) -> Operation:
+        return Synchronize(event=self.event_name(event), site=site())
 
-    @_one_at_a_time
-    def synchronize_stream(self, stream: torch.Stream) -> None:
-        if self.is_listening():
-            self.sweep()
-            self.trace.add(Synchronize(stream=self.name(stream), site=site()))
+    @_reported
+    def synchronize_stream(self, stream: torch.Stream) -> Operation:
+        return Synchronize(stream=self.name(stream), site=site())
 
-    @_one_at_a_time
-    def synchronize_device(self, device: int) -> None:
-        if self.is_listening():
-            self.sweep()
-            names = tuple(name for (index, _), name in self.streams.items() if index == device)
-            self.trace.add(Synchronize(streams=names, site=site()))
+    @_reported
+    def synchronize_device(self, device: int) -> Operation:
+        names = tuple(name for (index, _), name in self.streams.items() if index == device)
+        return Synchronize(streams=names, site=site())
 
-    @_one_at_a_time
-    def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        if self.is_listening():
-            self.trace.add(RecordStream(self.memory(tensor), self.name(stream), site()))
+    @_reported
+    def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> Operation:
+        return RecordStream(self.memory(tensor), self.name(stream), site())
 
     # ---- memory
 
@@ -384,16 +397,14 @@ class SimulatedDevice:
         """Add a kernel, a copy or host work on tensors, or on views of their memory."""
         if self.graph_stream is not None and stream != HOST:
             stream = self.graph_stream
-        modes: dict[View, list[bool]] = {}
-        for index, touched in enumerate((reads, writes)):
-            for part in touched:
-                if isinstance(part, View) or part.numel():
-                    view = part if isinstance(part, View) else self.view(part)
-                    modes.setdefault(view, [False, False])[index] = True
+        found = accesses(self._views(reads), self._views(writes))
         if self.capture is not None and stream != HOST:
-            modes[View(self.capture)] = [True, False]
-        accesses = tuple(Access(view, r, w) for view, (r, w) in modes.items())
-        self.trace.add(Launch(name, stream, accesses, user_line() if line is None else line, site()))
+            found += (Access(View(self.capture), True, False),)
+        self.trace.add(Launch(name, stream, found, user_line() if line is None else line, site()))
+
+    def _views(self, touched: Sequence[torch.Tensor | View]) -> list[View]:
+        whole = (part for part in touched if isinstance(part, View) or part.numel())
+        return [part if isinstance(part, View) else self.view(part) for part in whole]
 
     def dispatch(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run an operator that the program calls, and trace it; the fake mode calls this for each operator."""

@@ -26,7 +26,7 @@ from torch_overlay.analysis.race_check.trace import ByteSpan, HOST, View
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch_overlay.analysis.race_check.kernel_ranges import Elements
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
@@ -131,12 +131,8 @@ class _Kernels:
         parameters = re.findall(r"\b(\w+)(?:,|\))", source.partition("kernel(")[2].partition("\n{")[0])
 
         def run(*values: Any) -> None:
-            reads, writes = [], []
-            for kind, parameter, value in zip(kinds, parameters, values):
-                if isinstance(value, torch.Tensor):
-                    touched = _touched(self.device, value, ranges.elements(parameter) if value.numel() else None)
-                    (reads if "const" in kind else writes).extend(touched)
-            self.device.launch("C++ kernel", HOST, [*reads, *writes], writes)
+            given = [row for row in zip(parameters, values, kinds) if isinstance(row[1], torch.Tensor)]
+            launch_on_host(self.device, ranges, ((name, tensor, "const" not in kind) for name, tensor, kind in given))
 
         return run
 
@@ -169,20 +165,27 @@ class _Triton:
         for parameter, value in tensors.items():
             written = self.anywhere or parameter in self.written or "out_ptr" in parameter
             if written:
-                writes += self.touched(value, parameter, "store", numbers)
+                writes += _touched(self.device, value, self.ranges.of(parameter, "store", numbers))
             if not written or not re.fullmatch(r"out_ptr\d+", parameter):
-                reads += self.touched(value, parameter, "load", numbers)
+                reads += _touched(self.device, value, self.ranges.of(parameter, "load", numbers))
         on_device = next((t for t in tensors.values() if t.is_cuda), None)
         index = torch._C._accelerator_getDeviceIndex() if on_device is None else on_device.device.index or 0
-        self.device.launch(self.name, self.device.of_handle(stream, index), reads, writes)
+        self.device.launch(self.name, self.device.stream_name(stream, index), reads, writes)
 
-    def touched(self, tensor: torch.Tensor, parameter: str, kind: str, numbers: dict[str, int]) -> list[Any]:
-        """Return the views that the kernel loads or stores (`kind`), or the whole tensor if they aren't known."""
-        return _touched(self.device, tensor, self.ranges.of(parameter, kind, numbers) if tensor.numel() else None)
+
+def launch_on_host(
+    device: SimulatedDevice, ranges: HostKernelRanges, given: Iterable[tuple[str, torch.Tensor, bool]]
+) -> None:
+    """Launch a C++ kernel; for each parameter, `given` has its name, its tensor, and if the kernel may write to it."""
+    reads, writes = [], []
+    for parameter, tensor, is_written in given:
+        (writes if is_written else reads).extend(_touched(device, tensor, ranges.elements(parameter)))
+    device.launch("C++ kernel", HOST, [*reads, *writes], writes)
 
 
 def _touched(device: SimulatedDevice, tensor: torch.Tensor, found: list[Elements] | None) -> list[Any]:
-    if found is None:
+    """Return the views of elements that a kernel touches, or the whole tensor if they aren't known."""
+    if found is None or not tensor.numel():
         return [tensor]
     item, first = tensor.element_size(), int(tensor.storage_offset())
     memory = device.memory(tensor)

@@ -5,6 +5,7 @@ Find the tensors that an operator reads and writes, from its schema.
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any, TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torch_overlay.analysis.race_check.source_lines import assigned_name, site
-from torch_overlay.analysis.race_check.trace import HOST, Record, Synchronize, Wait
+from torch_overlay.analysis.race_check.trace import HOST, Synchronize, Wait
 
 
 if TYPE_CHECKING:
@@ -23,20 +24,11 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
 
-class Identical:
-    """A set of tensors with membership by identity, since `==` compares tensors element by element."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ids = {id(t) for t in tensors}
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self.ids
-
-
 class Operator:
     """The tensors that one call of an operator reads, writes and returns, from its schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.func = func
         self.reads: list[torch.Tensor] = []
         self.writes: list[torch.Tensor] = []
         self.no_wait = False
@@ -63,8 +55,22 @@ class Operator:
         self.results = [t for t in found if t.untyped_storage()._cdata not in known]
 
     @property
+    def changed(self) -> list[torch.Tensor]:
+        return [*self.writes, *self.results]
+
+    @property
     def touched(self) -> list[torch.Tensor]:
-        return [*self.reads, *self.writes, *self.results]
+        return [*self.reads, *self.changed]
+
+    def blocks_host(self, is_pinned: Callable[[torch.Tensor], bool]) -> bool:
+        """True if the operator returns only when the device is done: by default, copies between host and device."""
+        if not any(t.numel() for t in self.touched):
+            return False  # nothing is copied: `torch.tensor([], device="cuda")`
+        if to_host := [t for t in self.changed if not t.is_cuda]:
+            made = self.func is aten._to_copy.default  # a new tensor: pinned if the copy doesn't block
+            return not (self.no_wait and (made or all(map(is_pinned, to_host))))
+        from_host = any(not t.is_cuda and t.dim() for t in self.reads)
+        return self.func in _WAITING_COPIES and from_host and not self.no_wait
 
 
 def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
@@ -77,13 +83,9 @@ def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
 
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # these read only their argument's layout
-
-
 _OVERWRITE = ("::copy_", "::_foreach_copy_", "::zero_", "::fill_")
 
-
 aten = torch.ops.aten
-
 _COPIES = (aten.copy_.default, aten._to_copy.default)
 _WAITING_COPIES = (*_COPIES, aten._foreach_copy_.default)
 _ALLOCATES = ("aten::empty", "aten::new_empty")
@@ -118,29 +120,28 @@ class SimulatedOperators:
         return out
 
     def work(self, func: Any, operator: Operator) -> None:
-        name, reads, writes = str(func), operator.reads, [*operator.writes, *operator.results]
+        name, reads, writes = str(func), operator.reads, operator.changed
         on_device = [t for t in operator.touched if t.is_cuda]
         if not on_device:
             self.device.launch(name, HOST, reads, writes)
             return
+        stream = self.device.place(on_device[0])
         if func is aten._local_scalar_dense.default:
-            stream = self.device.place(on_device[0])
             self.device.launch(name, stream, reads, writes)
             self.device.trace.add(Synchronize(stream=stream, site=site()))
             return
-        where = {self.device.place(t) for t in on_device}
-        stream = self.device.place(on_device[0])
-        if len(where) > 1 and func in _COPIES:
+        if func in _COPIES and len({self.device.place(t) for t in on_device}) > 1:
             self.peer_copy(name, reads, writes)
             return
         # Pinned memory is read by the device, on the stream, whether or not the host waits for that.
         for gradient in reads if self.device.gradients else ():
             self.device.engine_takes(stream, self.device.gradients.get(gradient.untyped_storage()._cdata, ()), reads)
-        host_reads = [t for t in reads if not t.is_cuda and not self.device.mode.is_pinned(t)]
+        by_device = [t.is_cuda or self.device.mode.is_pinned(t) for t in reads]
+        host_reads = [t for t, is_read_there in zip(reads, by_device) if not is_read_there]
         if host_reads:  # read before the operator returns
             self.device.launch(f"{name} (reads host memory)", HOST, host_reads, [])
-        self.device.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
-        if self.blocks_host(func, operator):
+        self.device.launch(name, stream, list(itertools.compress(reads, by_device)), writes)
+        if operator.blocks_host(self.device.mode.is_pinned):
             of_constant = func in _COPIES and bool(host_reads) and all(map(self.is_constant, host_reads))
             wait = Synchronize(stream=stream, site=site(), of_constant=of_constant, implied=bool(operator.no_wait))
             self.device.trace.add(wait)
@@ -148,7 +149,7 @@ class SimulatedOperators:
     def note_constants(self, func: Any, operator: Operator) -> None:
         """Note if the host memory that an operator writes is now a constant that a compiler knows, or no longer is."""
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.is_constant, operator.reads))
-        for storage in (t.untyped_storage() for t in (*operator.writes, *operator.results) if not t.is_cuda):
+        for storage in (t.untyped_storage() for t in operator.changed if not t.is_cuda):
             if known:
                 self.constants[storage._cdata] = StorageWeakRef(storage)
             else:
@@ -158,27 +159,17 @@ class SimulatedOperators:
         known = self.constants.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
 
-    def blocks_host(self, func: Any, operator: Operator) -> bool:
-        """True if the operator returns only when the device is done: by default, copies between host and device."""
-        if not any(t.numel() for t in operator.touched):
-            return False  # nothing is copied: `torch.tensor([], device="cuda")`
-        host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
-        if host_writes:
-            made = func is aten._to_copy.default  # a new tensor: pinned if the copy doesn't block
-            return not (operator.no_wait and (made or all(self.device.mode.is_pinned(t) for t in host_writes)))
-        return (
-            func in _WAITING_COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
-        )
-
     def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Add a copy between devices: it runs on the source's stream, and PyTorch orders both streams around it."""
         source, target = self.device.place(reads[-1]), self.device.place(writes[0])
-        for event, first, second in (("before", target, source), ("after", source, target)):
-            if event == "after":
-                self.device.launch(name, source, reads, writes)
-            self.device.event_count += 1
-            self.device.trace.add(Record(f"event {self.device.event_count}", first, "a copy between devices"))
-            self.device.trace.add(Wait(f"event {self.device.event_count}", second, "a copy between devices"))
+
+        def order(first: str, second: str) -> None:
+            event = self.device.record_new_event(first, "a copy between devices")
+            self.device.trace.add(Wait(event, second, "a copy between devices"))
+
+        order(target, source)
+        self.device.launch(name, source, reads, writes)
+        order(source, target)
 
 
 __all__ = ["SimulatedOperators"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import linecache
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch._dynamo.compiled_autograd
 
 from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.runtime import EventFrame
-from torch_overlay.testing._text import OURS, TORCH
+from torch_overlay.testing._text import as_line, OURS, TORCH
 
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ def _is_compiling() -> bool:
     return not (is_running and context.compile_id is not None and context.compile_id.frame_id is None)
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
+def outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _is_generated(frame: FrameType) -> bool:
+def is_generated(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith("<wrapper")
 
 
@@ -47,12 +47,12 @@ def _is_users(frame: FrameType) -> bool:
 def site() -> str:
     """Return the position of the current statement, in generated code or in the user's code."""
     operation = ""
-    for frame in _frames():
+    for frame in outward(sys._getframe()):
         if frame.f_code is EventFrame.run.__code__:
             kind, event, stream = (frame.f_locals[name] for name in ("kind", "event", "stream"))
             number = max(frame.f_locals["self"].region.spec.streams[stream], 0)
             operation = f"{OperationKind(kind).method} ev{event} stream{number}"
-        if _is_generated(frame):
+        if is_generated(frame):
             at = f"{frame.f_code.co_filename[1:-1]}, line {frame.f_lineno}"
             statement = _statement(frame)
             return f"{at}: " + (f"{operation} in {statement.rpartition(' = ')[2]}" if operation else statement)
@@ -68,21 +68,22 @@ def _statement(frame: FrameType) -> str:
 
 def user_line() -> str:
     """Return the user's source line for the current statement."""
-    for frame in _frames():
-        if _is_generated(frame):
+    for frame in outward(sys._getframe()):
+        if is_generated(frame):
             return frame.f_globals["_module"].user_line(frame.f_lineno)
         if _is_users(frame):
-            import linecache
-
-            path, number = frame.f_code.co_filename, frame.f_lineno
-            return f"{os.path.basename(path)}:{number}: {linecache.getline(path, number).strip()}"
+            return source_line(frame.f_code.co_filename, frame.f_lineno)
     return ""
+
+
+def source_line(path: str, number: int) -> str:
+    return as_line(path, number, linecache.getline(path, number).strip())
 
 
 def assigned_name() -> str:
     """Return the variable that the current statement of generated code assigns ("" if none)."""
-    for frame in _frames():
-        if _is_generated(frame):
+    for frame in outward(sys._getframe()):
+        if is_generated(frame):
             left = _statement(frame).removeprefix("if multi_stream: ").partition(" = ")[0]
             return left if left.isidentifier() else ""
         if _is_users(frame):

@@ -14,26 +14,28 @@ effect.
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any, TYPE_CHECKING
-from unittest import mock
+import types
+from typing import TYPE_CHECKING
 
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay.analysis.race_check.checking import Caller, EagerOrder
-from torch_overlay.analysis.race_check.context import Context
-from torch_overlay.analysis.race_check.race_report import Report
+from torch_overlay.analysis.race_check.checking import Caller, EagerOrder, in_each_way
+from torch_overlay.analysis.race_check.context import without_eager
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.simulated_module import Module
 from torch_overlay.analysis.race_check.trace import ENGINE
-from torch_overlay.analysis.race_check.wrapper_check import caller_objects, empty, idle_patterns
+from torch_overlay.analysis.race_check.wrapper_check import arguments, caller_objects
 from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch_overlay.analysis.race_check.race_report import Report
+    from torch_overlay.analysis.race_check.trace import Trace
     from torch_overlay.testing._observe import Region
 
 
@@ -61,19 +63,9 @@ def check_step(forward: Region, backward: Region, *, steps: int = 2) -> Report:
     with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:
         device.checks_captures = True
         modules = [Module(device, text, number) for number, text in enumerate((forward.wrapper, backward.wrapper))]
-        reports, traces = [], []
-        runs = [(idle, False) for idle in idle_patterns(modules)]
-        for idle, device.captures in [*runs, ((False,), True)]:
-            if device.captures and not device.has_partitions:
-                break
-            device.begin()
-            _run(device, modules, (forward, backward), steps, idle)
-            context = Context(None, device.current(), frozenset(), frozenset())
-            reports.append(context.judge(device.trace.operations))
-            traces.append(device.trace)
-    races = {race.key: race for report in reports for race in report.races}
-    boundary = dict.fromkeys(p for report in reports for p in report.boundary)
-    return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
+        traces: list[Trace] = []
+        in_each_way(device, functools.partial(_run, device, modules, (forward, backward), steps), traces)
+        return without_eager(device, traces)
 
 
 def _run(
@@ -81,8 +73,9 @@ def _run(
     modules: Sequence[Module],
     regions: tuple[Region, Region],
     steps: int,
-    idle: Sequence[bool],
-) -> None:
+    idle: Sequence[bool] = (False,),
+) -> Caller:
+    device.begin()
     forward, backward = regions
     table = caller_objects(modules)
     leave = objects.enter(*table)
@@ -90,14 +83,16 @@ def _run(
         caller = Caller(device, EagerOrder())
         for number in range(steps):
             device.idle = idle[number % len(idle)]
-            args = _inputs(device, modules[0], "input")
+            with device.pause():
+                args = arguments(modules[0])
+            device.allocate_all(args, "input")
             caller.prepare((args, table))
             held = tuple(args)
             results = modules[0].call(args)
             saved = dict(zip(output_names(forward), results, strict=True))
             saved |= dict(zip(input_names(forward), held, strict=True))
             with device.pause():
-                made = _arguments(modules[1])
+                made = arguments(modules[1])
             args = [value if "tangents" in name else saved[name] for name, value in zip(input_names(backward), made)]
             tangents = [value for name, value in zip(input_names(backward), made) if "tangents" in name]
             device.allocate_all(tangents, "incoming gradient")
@@ -107,31 +102,14 @@ def _run(
                     device.launch(ENGINE, stream, [], [t for t in on_device if device.place(t) == stream], line="")
             del results, saved, made, tangents, on_device
             found = modules[1].call(args)
-            gradients = [(f"input {i}", _Leaf(g)) for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
-            del args, found
+            leaves = [types.SimpleNamespace(grad=gradient) for gradient in found]  # hold the gradients
+            gradients = [(f"input {i}", leaf) for i, leaf in enumerate(leaves) if isinstance(leaf.grad, torch.Tensor)]
+            del args, found, leaves
             caller.rely(f"step {number + 1}", held, (), gradients)
             del held, gradients
+        return caller
     finally:
         leave()
-
-
-class _Leaf:
-    """Holds a gradient, as a parameter does."""
-
-    def __init__(self, grad: torch.Tensor | None) -> None:
-        self.grad = grad
-
-
-def _arguments(module: Module) -> list[Any]:
-    with mock.patch("torch._dynamo.testing.rand_strided", empty):
-        return module.scope["get_args"]()
-
-
-def _inputs(device: SimulatedDevice, module: Module, name: str) -> list[Any]:
-    with device.pause():
-        args = _arguments(module)
-    device.allocate_all(args, name)
-    return args
 
 
 __all__ = ["check_step", "input_names", "output_names", "saved_names"]

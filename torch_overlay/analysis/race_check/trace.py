@@ -130,11 +130,21 @@ class View:
         return self.memory.name if self.span is None else f"{self.memory.name}, {self.span}"
 
 
+def as_view(target: Memory | View) -> View:
+    return View(target) if isinstance(target, Memory) else target
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     view: View
     reads: bool
     writes: bool
+
+
+def accesses(reads: Iterable[View], writes: Iterable[View]) -> tuple[Access, ...]:
+    """Return one access for each view; a view that is in both is updated."""
+    read, written = dict.fromkeys(reads), dict.fromkeys(writes)
+    return tuple(Access(view, view in read, view in written) for view in read | written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +254,7 @@ class Trace:
         site: str = "",
     ) -> None:
         """Add a kernel; it updates each view that is in both `reads` and `writes`."""
-        modes: dict[View, list[bool]] = {}
-        for target, which in [*((v, 0) for v in reads), *((v, 1) for v in writes)]:
-            view = View(target) if isinstance(target, Memory) else target
-            modes.setdefault(view, [False, False])[which] = True
-        self.add(Launch(name, stream, tuple(Access(v, r, w) for v, (r, w) in modes.items()), line, site))
+        self.add(Launch(name, stream, accesses(map(as_view, reads), map(as_view, writes)), line, site))
 
     def record(self, event: str, stream: str, site: str = "") -> None:
         self.add(Record(event, stream, site))
@@ -262,8 +268,8 @@ class Trace:
     def boundary(
         self, name: str, *views: Memory | View, streams: Iterable[str] = (), events: Iterable[str] = ()
     ) -> None:
-        found = tuple(View(v) if isinstance(v, Memory) else v for v in views)
-        self.add(Boundary(name, tuple((str(v), v) for v in found), tuple(streams), tuple((e, e) for e in events)))
+        named = tuple((str(v), as_view(v)) for v in views)
+        self.add(Boundary(name, named, tuple(streams), tuple((e, e) for e in events)))
 
 
 __all__ = ["Access", "HOST", "Launch", "Memory", "Operation", "ByteSpan", "Trace", "View"]

@@ -9,6 +9,8 @@ recorded there before the call, and that outputs are read there after it.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -16,11 +18,9 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.ids import COPY_STREAMS
-from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.runtime import Region
-from torch_overlay.analysis.race_check.checking import Caller, EagerOrder
-from torch_overlay.analysis.race_check.context import Context
-from torch_overlay.analysis.race_check.race_report import Report
+from torch_overlay.analysis.race_check.checking import Caller, EagerOrder, idle_or_busy
+from torch_overlay.analysis.race_check.context import without_eager
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.simulated_module import CheckError, Module
 from torch_overlay.testing import simulated_gpu
@@ -29,7 +29,8 @@ from torch_overlay.testing import simulated_gpu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay._inductor.streams.region_spec import RegionSpec
+    from torch_overlay.analysis.race_check.race_report import Report
+    from torch_overlay.analysis.race_check.trace import Trace
 
 
 def check_wrapper(
@@ -46,40 +47,24 @@ def check_wrapper(
             module.scope["get_args"], module.scope["call"]
         except (SyntaxError, KeyError) as error:
             raise CheckError(f"this is not the text of a generated module: {type(error).__name__}: {error}") from error
-        reports, traces = [], []
-        for idle in idle_patterns([module]):
-            device.begin()
-            _run(device, module, calls, owned, joined, idle)
-            context = Context(None, device.current(), frozenset(), frozenset())
-            reports.append(context.judge(device.trace.operations))
-            traces.append(device.trace)
-    races = {race.key: race for report in reports for race in report.races}
-    boundary = dict.fromkeys(p for report in reports for p in report.boundary) if joined else {}
-    return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
+        traces: list[Trace] = []
+        idle_or_busy(device, functools.partial(_run, device, module, calls, owned, joined), traces)
+        report = without_eager(device, traces)
+    return report if joined else replace(report, boundary=[])
 
 
-def idle_patterns(modules: Sequence[Module]) -> Sequence[Sequence[bool]]:
-    """Return the runs to make: each lists the answers, call after call, to regions that ask if streams are idle."""
-    for spec in _regions(modules):
-        if spec.idle_streams is not None or any(kind == OperationKind.RECORD_BUSY for kind, *_ in spec.entry):
-            return (False,), (True,), (True, False), (False, True)
-    return ((False,),)
-
-
-def _regions(modules: Sequence[Module]) -> list[RegionSpec]:
-    found = (value for module in modules for value in module.scope.values())
-    return [value.spec for value in found if isinstance(value, Region)]
-
-
-def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joined: bool, idle: Sequence[bool]) -> None:
+def _run(
+    device: SimulatedDevice, module: Module, calls: int, owned: bool, joined: bool, idle: Sequence[bool] = (False,)
+) -> Caller:
+    device.begin()
     table = caller_objects([module])
     leave = objects.enter(*table)
     try:
         caller = Caller(device, EagerOrder(), joins=not joined)
         for number in range(calls):
             device.idle = idle[number % len(idle)]
-            with device.pause(), mock.patch("torch._dynamo.testing.rand_strided", empty):
-                args = module.scope["get_args"]()
+            with device.pause():
+                args = arguments(module)
             device.allocate_all(args, "input")
             caller.prepare((args, table))
             held = () if owned else tuple(args)
@@ -87,11 +72,17 @@ def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joine
             del args
             caller.rely(f"call {number + 1}", held, outputs, ())
             del outputs, held
+        return caller
     finally:
         leave()
 
 
-def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
+def arguments(module: Module) -> list[Any]:
+    with mock.patch("torch._dynamo.testing.rand_strided", _empty):
+        return module.scope["get_args"]()
+
+
+def _empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
     """Make an input of a module. Host memory is pinned, so copies don't wait: the module's text doesn't say."""
     pin = torch.device(device).type == "cpu"
     return torch.empty_strided(size, stride, dtype=dtype, device=device, pin_memory=pin)
@@ -100,14 +91,17 @@ def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu
 def caller_objects(modules: Sequence[Module]) -> list[Any]:
     """Make the caller's streams and events, in a list by the numbers that the regions of one frame use for them."""
     found: dict[int, Any] = {0: objects.callers_stream(0)}
-    for spec in _regions(modules):
-        for number in spec.streams:
+    values = (value for module in modules for value in module.scope.values())
+    for region in values:
+        if not isinstance(region, Region):
+            continue
+        for number in region.spec.streams:
             if 0 <= number < COPY_STREAMS:
                 found.setdefault(number, torch.cuda.Stream())
-        for index in spec.objects:
+        for index in region.spec.objects:
             if index not in found:
                 found[index] = torch.cuda.Event()
     return [found.get(index) for index in range(max(found) + 1)]
 
 
-__all__ = ["caller_objects", "check_wrapper", "empty", "idle_patterns"]
+__all__ = ["arguments", "caller_objects", "check_wrapper"]

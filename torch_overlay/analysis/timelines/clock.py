@@ -166,9 +166,7 @@ def schedule(
 
 
 def _assemble(clock: _SimulatedClock, title: str, devices: Mapping[str, int], notes: tuple[str, ...]) -> Timeline:
-    names = list(dict.fromkeys(name for name, _ in clock.slices))
-    names += [m.stream for _, m, *_ in clock.arrows if m.stream not in names]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys((*(name for name, _ in clock.slices), *(m.stream for _, m, *_ in clock.arrows))))
     titles = {n: lane_name(n, [s for lane, s in clock.slices if lane == n]) for n in names}
     # Order: default streams, other streams in order of use, streams of copies, the host.
     names.sort(key=lambda n: (n == HOST, titles[n] != n, not n.startswith("default stream")))

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from torch_overlay._functorch.device_peaks import bytes_per_us, flops_per_us
 from torch_overlay._functorch.offload.device_rates import LINK, Rates
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.source_lines import is_generated, outward
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines.clock import Cost
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, ON_HOST, TO_HOST
@@ -95,12 +96,8 @@ class TimedDevice(SimulatedDevice):
 
     def _counted(self, kernel: str) -> tuple[int, int, int] | None:
         """Return bytes, operations and element size of the generated kernel that is being launched, if known."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<wrapper"):
-                return self.counted.get(frame.f_globals["_module"].original, {}).get(kernel)
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
+        generated = next(filter(is_generated, outward(sys._getframe())), None)
+        return generated and self.counted.get(generated.f_globals["_module"].original, {}).get(kernel)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

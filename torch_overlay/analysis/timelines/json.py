@@ -13,6 +13,7 @@ held no work, or a wait with no work after it, lacks one, and is shown only in t
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, TYPE_CHECKING
 
@@ -35,42 +36,27 @@ def trace(timeline: Timeline) -> str:
 
 def events(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the trace's events: metadata first, then all others in order of time."""
-    where = [(_pid(lane.device), index + 1) for index, lane in enumerate(timeline.lanes)]
+    tracks = [{"pid": _pid(lane.device), "tid": index + 1} for index, lane in enumerate(timeline.lanes)]
     placed = _placed(timeline)
     found: list[dict[str, Any]] = []
     for index, s in enumerate(timeline.slices):
-        pid, tid = where[s.lane]
         start, end = placed[index]
         details: dict[str, Any] = {"line": s.line, "kernel": s.symbol, "bytes": s.nbytes}
         if s.hidden is not None:
             details["hidden"] = f"{s.hidden:.0%}"
-        name = f"{place(s.line)} {s.name}".strip()
-        args = {key: value for key, value in details.items() if value}
-        found.append(
-            {
-                "ph": "X",
-                "name": name,
-                "cat": "copy" if s.kind in COPIES else s.kind,
-                "pid": pid,
-                "tid": tid,
-                "ts": start,
-                "dur": round(end - start, 3),
-                "args": args,
-            }
-        )
-    number = 0
+        name, kind = f"{place(s.line)} {s.name}".strip(), "copy" if s.kind in COPIES else s.kind
+        when = {"ts": start, "dur": round(end - start, 3), "args": {k: value for k, value in details.items() if value}}
+        found.append({"ph": "X", "name": name, "cat": kind, **tracks[s.lane], **when})
+    numbers = itertools.count(1)
     for arrow in timeline.arrows:
         if arrow.source is None or arrow.target is None:
             continue
-        number += 1
-        common = {"name": arrow.name, "cat": "event", "id": number}
+        common = {"name": arrow.name, "cat": "event", "id": next(numbers)}
         start, end = placed[arrow.source]
         target = placed[arrow.target][0]
         inside = round(max(start, min(end - 0.001, target)), 3)
         for ph, lane, at in (("s", arrow.source_lane, inside), ("f", arrow.lane, max(target, inside))):
-            pid, tid = where[lane]
-            binding = {"bp": "e"} if ph == "f" else {}
-            found.append({"ph": ph, **common, "pid": pid, "tid": tid, "ts": at, **binding})
+            found.append({"ph": ph, **common, **tracks[lane], "ts": at, **({"bp": "e"} if ph == "f" else {})})
     device = next((lane.device for lane in timeline.lanes if lane.device >= 0), 0)
     for at, nbytes in timeline.memory:
         found.append(
@@ -78,7 +64,7 @@ def events(timeline: Timeline) -> list[dict[str, Any]]:
         )
     order = {"X": 0, "s": 1, "f": 2, "C": 3}
     found.sort(key=lambda e: (e["ts"], order[e["ph"]], -e.get("dur", 0)))
-    return [*_metadata(timeline, where), *found]
+    return [*_metadata(timeline, tracks), *found]
 
 
 def place(line: str) -> str:
@@ -103,15 +89,15 @@ def _placed(timeline: Timeline) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _metadata(timeline: Timeline, where: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def _metadata(timeline: Timeline, tracks: list[dict[str, int]]) -> list[dict[str, Any]]:
     kind = " (simulated)" if timeline.simulated else ""
     found: list[dict[str, Any]] = []
-    for pid in dict.fromkeys(pid for pid, _ in where):
-        name = "host" if pid == HOST_PID else f"cuda:{pid - DEVICE_PID}"
-        found.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name + kind}})
-    for (pid, tid), lane in zip(where, timeline.lanes):
-        found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.name}})
-        found.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+    for device in dict.fromkeys(lane.device for lane in timeline.lanes):
+        name = "host" if device < 0 else f"cuda:{device}"
+        found.append({"ph": "M", "name": "process_name", "pid": _pid(device), "tid": 0, "args": {"name": name + kind}})
+    for track, lane in zip(tracks, timeline.lanes):
+        found.append({"ph": "M", "name": "thread_name", **track, "args": {"name": lane.name}})
+        found.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": track["tid"]}})
     return found
 
 

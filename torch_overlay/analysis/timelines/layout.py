@@ -25,7 +25,7 @@ from torch_overlay.analysis.timelines.model import COPIES, WAIT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay.analysis.timelines.model import Slice
+    from torch_overlay.analysis.timelines.model import Arrow, Slice
     from torch_overlay.analysis.timelines.timeline import Timeline
 
 WIDTH, LEFT, MARGIN = 400, 84, 8
@@ -50,7 +50,7 @@ class Label:
 
     @property
     def width(self) -> float:
-        return len(self.text) * CHARACTER
+        return _length(self.text)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class Strip:
     def middle(self) -> float:
         return self.y + PAD + BOX / 2
 
+    def label_in(self, box: Box, text: str) -> None:
+        self.labels.append(Label(text, box.x + (box.width - _length(text)) / 2, self.middle - LABEL / 2, True))
+
     @property
     def height(self) -> float:
         return 2 * PAD + BOX + self.levels * LABEL
@@ -85,6 +88,7 @@ class LaneRow:
     end: float
     y: float
     strips: list[Strip] = field(default_factory=list)
+    arrows: list[Arrow] = field(default_factory=list)  # those that end in this row
     memory_y: float = 0.0
     height: float = 0.0
 
@@ -127,7 +131,9 @@ def lay_out(timeline: Timeline, top: float) -> Layout:
     y = top
     for number in range(count):
         row = LaneRow(number * length, (number + 1) * length, y)
-        _fill(timeline, layout, row, number == count - 1)
+        until = row.end if number < count - 1 else math.inf
+        row.arrows = [arrow for arrow in timeline.arrows if row.start <= arrow.at < until]
+        _fill(timeline, layout, row)
         layout.rows.append(row)
         y += row.height + GAP
     layout.bottom = y
@@ -144,15 +150,14 @@ def _rows(timeline: Timeline) -> int:
     return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, most)
 
 
-def _fill(timeline: Timeline, layout: Layout, row: LaneRow, is_last: bool) -> None:
+def _fill(timeline: Timeline, layout: Layout, row: LaneRow) -> None:
     there: dict[int, list[int]] = {}
     for index, s in enumerate(timeline.slices):
         if s.start < row.end and (s.end > row.start or s.start >= row.start):
             there.setdefault(s.lane, []).append(index)
-    for arrow in timeline.arrows:
-        if row.start <= arrow.at < row.end or (is_last and arrow.at >= row.end):
-            there.setdefault(arrow.lane, [])
-            there.setdefault(arrow.source_lane, [])
+    for arrow in row.arrows:
+        there.setdefault(arrow.lane, [])
+        there.setdefault(arrow.source_lane, [])
     y = row.y + TICKS
     for lane in sorted(there):
         strip = Strip(lane, y, [], [])
@@ -173,17 +178,17 @@ def _label(slices: Sequence[Slice], layout: Layout, row: LaneRow, strip: Strip) 
     """Label the boxes of a strip. A slice that continues from the previous row is labelled again only if it is wide."""
     levels: list[list[_Below]] = [[] for _ in range(LEVELS)]
     run: list[Box] = []
-    inside_y = strip.y + PAD + (BOX - LABEL) / 2
     boxes = [b for b in strip.boxes if slices[b.index].start >= row.start or b.width > 60]
     for position, box in enumerate(boxes):
         if (text := _inside(slices, layout, box)) is not None:
-            strip.labels.append(Label(text, box.x + (box.width - _length(text)) / 2, inside_y, True))
+            strip.label_in(box, text)
             continue
         run.append(box)
         after = boxes[position + 1] if position + 1 < len(boxes) else None
         if after is not None and _same(slices, box, after) and _inside(slices, layout, after) is None:
             continue
-        _below(slices, layout, strip, run, levels, inside_y)
+        if not _below(layout.texts(slices[run[0].index]), strip, run, levels):
+            layout.unlabelled += len(run)
         run = []
     for level, found in enumerate(levels):
         y = strip.y + PAD + BOX + 1 + level * LABEL
@@ -225,16 +230,10 @@ def _inside(slices: Sequence[Slice], layout: Layout, box: Box) -> str | None:
     return next((t for t in layout.texts(slices[box.index])[:2] if _length(t) <= box.width - 4), None)
 
 
-def _below(
-    slices: Sequence[Slice],
-    layout: Layout,
-    strip: Strip,
-    boxes: list[Box],
-    levels: list[list[_Below]],
-    inside_y: float,
-) -> None:
-    """Add one label for neighbours of one source line: under them or, if there is no room, a short one inside."""
-    texts = layout.texts(slices[boxes[0].index])
+def _below(texts: tuple[str, ...], strip: Strip, boxes: list[Box], levels: list[list[_Below]]) -> bool:
+    """Add one label for neighbours of one source line: under them or, if there is no room, a short one inside. False
+    if there is no room for it there either.
+    """
     texts = texts[1:] if len(texts) > 1 else texts
     if len(boxes) > 1:
         texts = (f"{texts[-1]} ×{len(boxes)}", texts[-1])
@@ -243,11 +242,10 @@ def _below(
     for level in levels:
         if not level or x >= level[-1].end:
             level.append(_Below(texts, x, boxes[0].x + min(boxes[0].width / 2, 3)))
-            return
-    if (widest := max(boxes, key=lambda b: b.width)).width >= width + 2:
-        strip.labels.append(Label(texts[-1], widest.x + (widest.width - width) / 2, inside_y, True))
-        return
-    layout.unlabelled += len(boxes)
+            return True
+    if is_wide := (widest := max(boxes, key=lambda b: b.width)).width >= width + 2:
+        strip.label_in(widest, texts[-1])
+    return is_wide
 
 
 __all__ = ["clip", "Label", "lay_out", "Layout", "LaneRow", "Strip"]

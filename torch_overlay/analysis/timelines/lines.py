@@ -88,9 +88,7 @@ class Lines:
             for row in module:
                 if row.kind == LAUNCH:
                     named.setdefault(row.name, set()).add(row.line)
-        self.triton = {
-            n: next(iter(found)) for n, found in named.items() if n.startswith("triton_") and len(found) == 1
-        }
+        self.triton = {n: min(found) for n, found in named.items() if n.startswith("triton_") and len(found) == 1}
         self.operators: dict[int, str] = {}  # correlation -> operator
         self.work = work
         self.launched_by: dict[int, list[int]] = {}
@@ -107,7 +105,7 @@ class Lines:
         line, symbol = row.line if row is not None else "", str(event["name"])
         if symbol.startswith("triton_"):
             return readable(symbol), line or self.triton.get(symbol, "")
-        if operator.startswith("aten::") or "::" in operator:
+        if "::" in operator:
             return operator.rpartition("::")[2].strip("_"), line
         return _library(symbol), line
 
@@ -151,25 +149,19 @@ class Lines:
             fitting = set()
             for module in self.modules:
                 # Operators other than PyTorch's own may launch nothing.
-                rows = tuple(r for r in module if r.kind != LAUNCH or r.name in ran or _always_launches(r.name))
+                sure = ("triton_", "aten::")
+                rows = tuple(r for r in module if r.kind != LAUNCH or r.name in ran or r.name.startswith(sure))
                 if [row.name for row in rows if row.kind == LAUNCH] == names:
                     fitting.add(rows)
             if len(fitting) == 1:
-                done = iter(launches.values())
-                self.runs.append(
-                    [(r, self._work(next(done)) if r.kind == LAUNCH else []) for r in fitting.pop()],
+                done = iter(
+                    [i for c in correlations for i in self.launched_by.get(c, ())] for correlations in launches.values()
                 )
-
-    def _work(self, correlations: Iterable[int]) -> list[int]:
-        return [index for correlation in correlations for index in self.launched_by.get(correlation, ())]
+                self.runs.append([(row, next(done) if row.kind == LAUNCH else []) for row in fitting.pop()])
 
 
 def argument(event: Event, name: str) -> int:
     return int(event.get("args", {}).get(name, 0))
-
-
-def _always_launches(name: str) -> bool:
-    return name.startswith(("triton_", "aten::"))
 
 
 def launched(operators: list[Event], launches: list[Event]) -> Iterator[tuple[int, int | None, str, int]]:

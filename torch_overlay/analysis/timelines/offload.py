@@ -10,14 +10,14 @@ their sizes are those of the schedule, once or repeatedly, each copy gets the te
 
 from __future__ import annotations
 
-import os
+import itertools
 from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.offload.runtime import ALIGNMENT
 from torch_overlay.analysis.race_check.trace import HOST, Launch
 from torch_overlay.analysis.timelines.model import FROM_HOST, TO_HOST
-from torch_overlay.testing._text import innermost_frame
+from torch_overlay.testing._text import as_line, innermost_frame
 
 
 if TYPE_CHECKING:
@@ -29,27 +29,18 @@ if TYPE_CHECKING:
 
 def saved_tensors(operations: Sequence[Operation], reports: Sequence[Any]) -> dict[int, tuple[str, str]]:
     """Return name and user's line of the tensor that each copy moves, by the index of the copy's launch."""
-    if not reports:
-        return {}
-    places: dict[int, tuple[Memory, int]] = {}
-    used: dict[Memory, set[int]] = {}
+    copies: dict[Memory, dict[int, int]] = {}  # slab -> copy -> its offset
     for index, operation in enumerate(operations):
         if isinstance(operation, Launch) and "copy" in operation.name and operation.stream != HOST:
             for access in operation.accesses:
                 if access.view.memory.stream == HOST and access.view.span is not None:
-                    places[index] = access.view.memory, access.view.span.offset
-                    used.setdefault(access.view.memory, set()).add(access.view.span.offset)
-    rows: dict[Memory, dict[int, Any]] = {}
-    for memory, offsets in used.items():
-        for report in reports:
-            slab = _slab(report.rows)
-            if offsets <= slab.keys() and memory.size == _end(report.rows):
-                rows[memory] = slab
-                break
+                    copies.setdefault(access.view.memory, {})[index] = access.view.span.offset
+    slabs = [_slab(report.rows) for report in reports]
     found = {}
-    for index, (memory, offset) in places.items():
-        if (row := rows.get(memory, {}).get(offset)) is not None:
-            found[index] = row.name, _line(row)
+    for memory, offsets in copies.items():
+        fitting = (rows for rows, end in slabs if rows.keys() >= {*offsets.values()} and end == memory.size)
+        if rows := next(fitting, None):
+            found |= {index: (rows[offset].name, _line(rows[offset])) for index, offset in offsets.items()}
     return found
 
 
@@ -75,25 +66,13 @@ def offloaded(slices: Sequence[Slice], seen: Any) -> list[Slice]:
 
 
 def _line(row: Any) -> str:
-    file, line, code = innermost_frame(row.stack_trace)
-    return f"{os.path.basename(file)}:{line}: {code}" if file else ""
+    return as_line(*innermost_frame(row.stack_trace))
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _slab(rows: Sequence[Any]) -> dict[int, Any]:
-    """Map offsets in the slab to the report's rows."""
-    found, offset = {}, 0
-    for row in rows:
-        found[offset] = row
-        offset += _aligned(row.nbytes)
-    return found
-
-
-def _end(rows: Sequence[Any]) -> int:
-    return sum(_aligned(row.nbytes) for row in rows)
+def _slab(rows: Sequence[Any]) -> tuple[dict[int, Any], int]:
+    """Return the report's rows by their offsets in the slab, and the slab's size."""
+    *offsets, end = itertools.accumulate((-(-row.nbytes // ALIGNMENT) * ALIGNMENT for row in rows), initial=0)
+    return dict(zip(offsets, rows)), end
 
 
 __all__ = ["offloaded", "saved_tensors"]

@@ -10,6 +10,7 @@ allocation. `timelines.lines` finds the source line of a kernel.
 from __future__ import annotations
 
 import bisect
+import gzip
 import json
 import os
 import tempfile
@@ -38,20 +39,13 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def read(profile: Any, seen: Any = None, title: str = "profile") -> dict[str, Any]:
     """Return the fields of a `Timeline`. `profile`: a finished profile, or a path of a trace (.json, .json.gz)."""
-    if isinstance(profile, (str, os.PathLike)):
-        return of_trace(_load(Path(profile)), seen, title)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        return of_trace(_load(path), seen, title)
-
-
-def _load(path: Path) -> Any:
-    if path.suffix == ".gz":
-        import gzip
-
-        return json.loads(gzip.decompress(path.read_bytes()))
-    return json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        path = profile if isinstance(profile, (str, os.PathLike)) else Path(folder, "trace.json")
+        if path is not profile:
+            profile.export_chrome_trace(str(path))
+        opener = gzip.open if Path(path).suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+            return of_trace(json.load(file), seen, title)
 
 
 def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> dict[str, Any]:
@@ -68,20 +62,17 @@ def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> dict[str, 
             "the profile has no kernels: record it with ProfilerActivity.CUDA, on a GPU, and synchronise before it ends"
         )
     zero = float(work[0]["ts"])
-    keys = list(dict.fromkeys((argument(e, "device"), argument(e, "stream")) for e in work))
-    keys.sort()
+    of_work = [(argument(e, "device"), argument(e, "stream")) for e in work]
+    keys = sorted(set(of_work))
     several = len({device for device, _ in keys}) > 1
     lanes = [Lane(f"stream {stream}" + (f" of cuda:{device}" if several else ""), device) for device, stream in keys]
     number = {key: index for index, key in enumerate(keys)}
     lines = Lines(events, work, seen)
-    slices = [
-        _slice(e, zero, number[argument(e, "device"), argument(e, "stream")], *lines.of(index))
-        for index, e in enumerate(work)
-    ]
+    slices = [_slice(e, zero, number[of_work[index]], *lines.of(index)) for index, e in enumerate(work)]
     slices = offloaded(slices, seen)
     lanes = [Lane(lane_name(n.name, [s for s in slices if s.lane == i]), n.device) for i, n in enumerate(lanes)]
     arrows = list(_arrows(events, work, slices, number, zero)) or list(_generated_arrows(lines.runs, slices))
-    memory = tuple(_memory(events, zero, max(s.end for s in slices)))
+    memory = _memory(events, zero, max(s.end for s in slices))
     notes = ["memory is as the host allocates it, ahead of the device"] if memory else []
     if not arrows and not any(e.get("cat") == "cuda_sync" for e in events) and len(lanes) > 1:
         notes.append(
@@ -173,15 +164,15 @@ def _generated_arrows(runs: Iterable[Run], slices: Sequence[Slice]) -> Iterator[
                 last[s.lane] = target
 
 
-def _memory(events: Iterable[Event], zero: float, end: float) -> Iterator[tuple[float, int]]:
-    """Yield (time, allocated bytes of the first device from then on) for each allocation and free. Times before the
+def _memory(events: Iterable[Event], zero: float, end: float) -> tuple[tuple[float, int], ...]:
+    """Return (time, allocated bytes of the first device from then on) for each allocation and free. Times before the
     first work count as its start."""
     found: dict[float, int] = {}
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
         given = event.get("args", {})
         if int(given.get("Device Type", 0)) == 1 and int(given.get("Device Id", 0)) == 0 and "Total Allocated" in given:
             found[min(max(float(event["ts"]) - zero, 0.0), end)] = int(given["Total Allocated"])
-    yield from found.items()
+    return tuple(found.items())
 
 
 __all__ = ["of_trace", "read"]

@@ -13,7 +13,7 @@ from torch_overlay.analysis.timelines.device import TimedDevice
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.analysis.timelines.timeline import Timeline
 from torch_overlay.testing import observe, simulated_gpu
-from torch_overlay.testing._compile import as_compiled
+from torch_overlay.testing._compile import as_compiled, as_simulated, run_backward
 from torch_overlay.testing._simulate import active
 
 
@@ -64,8 +64,7 @@ def timeline(
                 step(fn, args, backward)
         return Timeline.from_profile(profile, seen=seen, title=title)
     with simulated_gpu(devices) as gpu, observe() as seen:
-        convert, fake = gpu.fake_mode.from_tensor, torch._subclasses.FakeTensor
-        given = pytree.tree_map_only(torch.Tensor, lambda a: a if isinstance(a, fake) else convert(a), tuple(args))
+        given = as_simulated(gpu, args)
         torch._dynamo.reset()  # earlier compiled code has no module on this device
         with TimedDevice(gpu) as device:
             device.seen = seen
@@ -114,10 +113,7 @@ def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
                 tensor.grad = None
     outputs = fn(*args)
     if backward:
-        leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not leaves:
-            raise ValueError("backward: no output requires a gradient")
-        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+        run_backward(outputs)
     return outputs
 
 

@@ -82,10 +82,10 @@ def svg(timeline: Timeline) -> str:
     summary = textwrap.wrap(timeline.summary(), COLUMNS)
     layout = lay_out(timeline, 24 + LINE * len(summary))
     parts: list[str] = []
-    for number, row in enumerate(layout.rows):
+    for row in layout.rows:
         parts += _axis(layout, row)
         parts += _strips(timeline, layout, row)
-        parts += _arrows(timeline, layout, row, number == len(layout.rows) - 1)
+        parts += _arrows(timeline, layout, row)
         parts += _labels(row)
         if timeline.memory:
             parts += _memory(timeline, layout, row)
@@ -190,11 +190,9 @@ def _labels(row: LaneRow) -> list[str]:
     return parts + texts
 
 
-def _arrows(timeline: Timeline, layout: Layout, row: LaneRow, is_last: bool) -> list[str]:
+def _arrows(timeline: Timeline, layout: Layout, row: LaneRow) -> list[str]:
     parts = []
-    for arrow in timeline.arrows:
-        if not (row.start <= arrow.at < row.end or (is_last and arrow.at >= row.end)):
-            continue
+    for arrow in row.arrows:
         source, target = row.strip(arrow.source_lane), row.strip(arrow.lane)
         if source is None or target is None:
             continue
@@ -222,10 +220,7 @@ def _memory(timeline: Timeline, layout: Layout, row: LaneRow) -> list[str]:
     def height(nbytes: int) -> float:
         return bottom - (nbytes - lowest) / span * (MEMORY - 2)
 
-    now = lowest
-    for at, nbytes in timeline.memory:
-        if at <= row.start:
-            now = nbytes
+    now = next((nbytes for at, nbytes in reversed(timeline.memory) if at <= row.start), lowest)
     right = layout.x(row, timeline.end)
     path = f"M{LEFT} {bottom:.1f} V{height(now):.1f}"
     for at, nbytes in timeline.memory:
