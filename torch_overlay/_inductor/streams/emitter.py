@@ -79,11 +79,14 @@ class RegionEmitter(RegionNames):
 
     def write_operation(self, operation: tuple[OperationKind, int, int]) -> None:
         kind, event, stream = operation
-        name = self.event(event)
         if stream == HOST:
-            self.write(f"{name}.synchronize()")
+            self.write(self.of_event(event, "synchronize"))
         else:
-            self.write(self.if_multi_stream(f"{name}.{kind.method}({self.handle(stream)})"))
+            self.write(self.if_multi_stream(self.of_event(event, kind.method, stream)))
+
+    def of_event(self, event: int, method: str, *streams: int) -> str:
+        """Return a call of a method of an event of the region."""
+        return f"{self.event(event)}.{method}({', '.join(map(self.handle, streams))})"
 
     def write_object_method(self, number: int, method: str, *streams: int) -> None:
         """Write a call of a method of an event of the caller."""
