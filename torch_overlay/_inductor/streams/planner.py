@@ -342,15 +342,15 @@ def plan_streams(
     whether or not an operation needs them. `known` are the states of other streams that a stream had waited for before
     the region was entered.
     """
-    promises, known = promised or {}, known or {}
+
+    def planned(early: frozenset[EarlyWait]) -> Plan:
+        return _Planner(ops, buffers, early, known or {}).run(promised or {})
+
     early: frozenset[EarlyWait] = frozenset()
-    plan = _Planner(ops, buffers, early, known).run(promises)
-    while (late := _late_wait(plan)) is not None:
+    while (late := _late_wait(plan := planned(early))) is not None:
         early |= {late}
-        plan = _Planner(ops, buffers, early, known).run(promises)
     for wait in sorted(early):  # drop those that the others make unnecessary
-        fewer = _Planner(ops, buffers, early - {wait}, known).run(promises)
-        if _late_wait(fewer) is None:
+        if _late_wait(fewer := planned(early - {wait})) is None:
             early, plan = early - {wait}, fewer
     return plan
 

@@ -286,20 +286,16 @@ class RegionReader:
         aliases = {self.storage(a) for o in node.get_outputs() if not is_part(o) for a in o.get_aliases()}
         if aliases and node.is_extern():
             self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
-        gpu_reads = any(is_gpu(self.device_of(r)) for r in reads)
-        gpu = is_gpu(device) or gpu_reads
-        blocking = False
-        if not gpu:
-            stream = HOST
-        else:
-            if not is_gpu(device):
-                device = next(d for r in sorted(reads) if is_gpu(d := self.device_of(r)))
-            stream = self.stream_of(node, device)
-            self.devices[len(self.ops)] = (device.index if device is not None else None) or 0
+        # What reads device memory from the host's side runs on the device.
+        on = device if is_gpu(device) else next((d for r in sorted(reads) if is_gpu(d := self.device_of(r))), None)
+        gpu, stream, blocking = on is not None, HOST, False
+        if on is not None:
+            stream = self.stream_of(node, on)
+            self.devices[len(self.ops)] = on.index or 0
             if isinstance(node.node, ir.DeviceCopy):
                 blocking = not node.node.constant_args[0] and self.blocks_host(node)
-            elif not is_gpu(node.get_device()):
-                blocking = isinstance(node.node, ir.DynamicScalar)
+            else:
+                blocking = not is_gpu(device) and isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens.of_launch(node, stream) if gpu else (frozenset(), frozenset())
         if self.enclosed and not gpu and self.reads_download(node):
             after |= {CALLER}  # the host waits for the operations of other regions
