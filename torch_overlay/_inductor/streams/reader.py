@@ -361,7 +361,7 @@ class RegionReader:
         requires = required(node)
         after = self.tokens.of_node(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
-        kind = overload._schema.name.partition("::")[2]
+        kind = overload._opname
         stream, blocking, waits, rerecords = HOST, False, False, None
         if kind == "record_event":
             rerecords = caller_event(arguments[0])

@@ -66,9 +66,9 @@ def follows_one_stream_when_idle(region: PlannedRegion, limit_us: float) -> bool
     placed = {op.stream for op in plan.ops if op.stream is not None}
     if all(callers_device(stream) is not None for stream in placed) or _hands_out(region):
         return False
-    if any(op.stream is not None and is_copy_stream(op.stream) for op in plan.ops):
+    if any(stream == HOST or is_copy_stream(stream) for stream in placed):
         return False
-    if any(op.stream == HOST or op.blocking or op.requires for op in plan.ops):
+    if any(op.blocking or op.requires for op in plan.ops):
         return False
     if any(stream == HOST for event in plan.events for _, stream in event.waits):
         return False
