@@ -116,10 +116,8 @@ def place_recomputed(graph: Graph) -> None:
     recomputed = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n)]
     for node in reversed(recomputed):
         streams = [node_stream(user) for user in node.users if user.op == "call_function"]
-        stream = node_stream(node)
-        if streams and stream not in streams:
-            stream = streams[0]
-        place_on(node, stream)
+        if streams and node_stream(node) not in streams:
+            place_on(node, streams[0])
     for node in recomputed:
         if node.target is operator.getitem:
             place_on(node, node_stream(node.args[0]))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 from torch_overlay._functorch.streams.fx import has_streams, node_stream, set_custom
-from torch_overlay._functorch.streams.tokens import state
+from torch_overlay._functorch.streams.tokens import CALLER, state
 
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ class Fact:
     def promises(self) -> frozenset[Token]:
         """The tokens in `promised_to`, as a set: they are ordered after the node by the end of the graph."""
         return frozenset(self.promised_to or ())
+
+    @property
+    def is_forked_and_joined(self) -> bool:
+        """True if the user forked the node from the caller's stream, and joined it again."""
+        return CALLER in (self.after or ()) and CALLER in self.promises
 
     @property
     def has_tokens(self) -> bool:

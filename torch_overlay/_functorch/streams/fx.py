@@ -189,18 +189,18 @@ def blocks_host(node: Node) -> bool:
     if target is _aten._local_scalar_dense.default:
         read = args[0].meta.get("val") if isinstance(args[0], torch.fx.Node) else None
         return not (isinstance(read, torch.Tensor) and read.device.type == "cpu")
-    if target is _aten._to_copy.default:
-        source, waits = args[0], not node.kwargs.get("non_blocking")
-    elif target is _DEVICE_PUT:
-        source, waits = args[0], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
-    elif target in (_aten.copy.default, _aten.copy_.default):
-        source, waits = args[1], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
-    else:
+    if target not in (_aten._to_copy.default, _DEVICE_PUT, _aten.copy.default, _aten.copy_.default):
         return False
+    source = args[target in (_aten.copy.default, _aten.copy_.default)]
     made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-    if not (waits and isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
+    if is_non_blocking(node) or not (isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
         return False
     return (made.device.type == "cpu") != (given.device.type == "cpu")
+
+
+def is_non_blocking(copy: Node) -> bool:
+    """True if the host need not wait for a copy, as far as the copy's arguments say."""
+    return bool((*copy.args[2:3], copy.kwargs.get("non_blocking"))[0])
 
 
 def is_asynchronous_copy(node: Node) -> bool:

@@ -27,7 +27,14 @@ from torch_overlay._functorch.streams.fx import (
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, callers_stream_index
-from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
+from torch_overlay._functorch.streams.tokens import (
+    blocking_copy,
+    caller_event,
+    record,
+    state,
+    streams_of,
+    synchronization,
+)
 
 
 if TYPE_CHECKING:
@@ -90,6 +97,7 @@ class PeerCopies:
 
 
 _streams = torch.ops.streams
+_HOST = synchronization(-1)  # the host, among the places of waits
 
 
 def _observed_events(ops: Sequence[Node], frame: FrameFacts) -> set[int]:
@@ -110,17 +118,13 @@ class Program:
         self.ops = [n for n in self.nodes if is_stream_op(n)]
         self.observed = _observed_events(self.ops, frame)
         copies = PeerCopies(frame)
-        self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
+        ends = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}
+        self.peers = {n: tuple(map(state, streams)) for n, streams in ends.items()}  # (source's stream, result's)
         self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
         for node in self.ops:  # streams that are only named count: a copy that blocks the host orders them
-            named: Any = node.args
-            if node.target in (RECORD, _streams.wait_event.default, _streams.record_stream.default):
-                self.streams.add(named[1])
-            elif node.target is _streams.synchronize_stream.default:
-                self.streams.add(named[0])
-            elif node.target is _streams.wait_stream.default:
-                self.streams.update(named)
+            named = {state(node.args[1])} if node.target in (RECORD, _streams.record_stream.default) else set()  # type: ignore[arg-type]
+            self.streams |= streams_of(named.union(*self.waits(node)))
         records: dict[int, int] = defaultdict(int)
         synchronizations, blocking = itertools.count(), itertools.count()
         for node in self.nodes:
@@ -139,100 +143,87 @@ class Program:
             return node.args[0] in self.observed
         return node.target not in (*WAITS, DEALLOC)
 
+    def waits(self, node: Node) -> list[tuple[Token, Token]]:
+        """Return the waits of a node: of a stream, or of the host, for a stream or an event. Streams and events are
+        given by the tokens of their states at the entry.
+        """
+        target: Any = node.target
+        args: Any = node.args
+        if target is _streams.wait_event.default:
+            return [(state(args[1]), caller_event(args[0]))]
+        if target is _streams.wait_stream.default:
+            return [(state(args[0]), state(args[1]))]
+        if target is _streams.synchronize_event.default:
+            return [(_HOST, caller_event(args[0]))]
+        if target is _streams.synchronize_stream.default:
+            return [(_HOST, state(args[0]))]
+        if target is _streams.synchronize_device.default:
+            return [(_HOST, state(stream)) for stream in self.streams]
+        if node in self.peers:
+            source, made = self.peers[node]
+            return [(source, made), (made, source)]
+        return [(_HOST, state(node_stream(node)))] if blocks_host(node) else []
+
     def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[ExitWait, ...]]:
         """Return the caller's states that each node's stream has waited for when the node is issued, and those that
         each stream has waited for in the end.
         """
-        clock: dict[int, frozenset[Token]] = defaultdict(frozenset)
-        events: dict[int, frozenset[Token]] = {}
+        # All launches come after what the host has waited for.
+        clock: dict[Token, frozenset[Token]] = {_HOST: frozenset()}
         found: dict[Node, frozenset[Token]] = {}
-        host: frozenset[Token] = frozenset()  # what the host has waited for: all later launches come after it
         learnt: dict[Token, frozenset[Token]] = {}
 
-        def reached(stream: int) -> frozenset[Token]:
-            return clock[stream] | host | {state(stream)}
-
-        def known(stream: int) -> frozenset[Token]:
-            return (clock[stream] | host) - {state(stream)}
+        def reached(place: Token) -> frozenset[Token]:
+            known = clock.get(place, frozenset((place,)))
+            return known if place.stream is None else known | clock[_HOST]
 
         for node in self.nodes:
             args: Any = node.args
+            waits, own = self.waits(node), state(node_stream(node))
+            waited = {place: reached(place) for _, place in waits}
             if node.target is RECORD:
-                found[node] = known(args[1])
-                events[args[0]] = reached(args[1])
+                found[node] = reached(state(args[1])) - {state(args[1])}
+                clock[caller_event(args[0])] = reached(state(args[1]))
             elif node.target is _streams.synchronize_event.default:
-                outside = frozenset() if args[0] in events else frozenset((caller_event(args[0]),))
-                found[node] = outside
-                host |= events.get(args[0], outside)
+                found[node] = frozenset(waited).difference(clock)
             elif node.target is _streams.synchronize_stream.default:
-                found[node] = known(args[0])
-                host |= reached(args[0])
+                found[node] = waited[state(args[0])] - {state(args[0])}
             elif node.target is _streams.synchronize_device.default:
-                found[node] = frozenset(state(stream) for stream in self.streams)
-                host = host.union(*map(reached, self.streams))
-            elif node.target is _streams.wait_event.default:
-                event, stream = args
-                clock[stream] = (clock[stream] | events.get(event, frozenset((caller_event(event),)))) - {state(stream)}
-            elif node.target is _streams.wait_stream.default:
-                waiting, waited = args
-                clock[waiting] = (clock[waiting] | reached(waited)) - {state(waiting)}
-            elif node in self.peers:
-                source, target = self.peers[node]
-                both = reached(source) | reached(target)
-                found[node] = both - {state(node_stream(node))}
-                clock[source], clock[target] = both - {state(source)}, both - {state(target)}
-            elif node.op == "call_function":
-                found[node] = known(node_stream(node))
+                found[node] = frozenset(waited)
+            elif node.op == "call_function" and node.target not in WAITS:
+                found[node] = frozenset().union(*map(reached, self.peers.get(node, (own,)))) - {own}
                 if blocks_host(node):
-                    learnt[self.tokens[node]] = reached(node_stream(node)) - host
-                    host |= reached(node_stream(node))
-        ends: list[tuple[int, frozenset[Token], Token | None]] = [(s, tokens, None) for s, tokens in clock.items()]
+                    learnt[self.tokens[node]] = reached(own) - clock[_HOST]
+            for waiting, place in waits:
+                clock[waiting] = clock.get(waiting, frozenset((waiting,))) | waited[place]
+        streams = self.streams | streams_of(clock)
+        known = {stream: clock.get(state(stream), frozenset()) - {state(stream)} for stream in streams}
+        ends: list[tuple[int, frozenset[Token], Token | None]] = [(s, tokens, None) for s, tokens in known.items()]
         for copy, states in learnt.items():
-            ends += [(stream, states - {state(stream)} - clock[stream], copy) for stream in self.streams]
+            ends += [(stream, states - {state(stream)} - known[stream], copy) for stream in self.streams]
         exit_waits = [ExitWait(stream, tuple(sorted(tokens)), copy) for stream, tokens, copy in ends if tokens]
         return found, tuple(sorted(exit_waits, key=lambda end: (end.stream, end.tokens, end.unless or ())))
 
     def promised_to(self) -> dict[Node, frozenset[Token]]:
         """Return what the user has ordered after each node by the end of the graph."""
-        promised: dict[int, frozenset[Token]] = defaultdict(frozenset)
-        by_event: dict[int, frozenset[Token]] = defaultdict(frozenset)
+        promised: dict[Token, frozenset[Token]] = defaultdict(frozenset)  # to streams and events
         found: dict[Node, frozenset[Token]] = {}
         for node in reversed(self.nodes):
             args: Any = node.args
             if node.target is RECORD:
-                event, stream = args
-                found[node] = (promised[stream] | by_event[event]) - {state(stream)}
-                promised[stream] = promised[stream] | by_event[event]
+                event, stream = caller_event(args[0]), state(args[1])
+                promised[stream] |= promised.pop(event, frozenset())
+                found[node] = promised[stream] - {stream}
                 if self.keeps(node):
-                    promised[stream] = promised[stream] | {self.tokens[node]}
-                by_event[event] = frozenset()
-            elif node.target is _streams.wait_event.default:
-                event, stream = args
-                by_event[event] = by_event[event] | promised[stream] | {state(stream)}
-            elif node.target is _streams.wait_stream.default:
-                waiting, waited = args
-                promised[waited] = promised[waited] | promised[waiting] | {state(waiting)}
-            elif node.target is _streams.synchronize_event.default:
-                by_event[args[0]] = by_event[args[0]] | {self.tokens[node]}
-            elif node.target is _streams.synchronize_stream.default:
-                promised[args[0]] = promised[args[0]] | {self.tokens[node]}
-            elif node.target is _streams.synchronize_device.default:
-                for stream in self.streams:
-                    promised[stream] = promised[stream] | {self.tokens[node]}
-            elif node in self.peers:
-                source, target = self.peers[node]
-                both = promised[source] | promised[target] | {state(source), state(target)}
-                found[node] = both - {state(node_stream(node))}
-                promised[source], promised[target] = both, both
-            elif node.op == "call_function":
-                stream = node_stream(node)
-                blocks = blocks_host(node)
+                    promised[stream] |= {self.tokens[node]}
+            elif node.op == "call_function" and node.target not in (*WAITS, *SYNCHRONIZE):
+                own = state(node_stream(node))
                 # All later launches come after the copy; if it is left out, those on the streams known here do.
-                if blocks:
-                    promised[stream] = promised[stream].union(*({state(s), *promised[s]} for s in self.streams))
-                found[node] = promised[stream] - {state(stream)}
-                if blocks:
-                    promised[stream] = promised[stream] | {self.tokens[node]}
+                if blocks_host(node):
+                    promised[own] = promised[own].union(*({s, *promised[s]} for s in map(state, self.streams)))
+                found[node] = frozenset().union(*({s, *promised[s]} for s in self.peers.get(node, (own,)))) - {own}
+            for waiting, place in self.waits(node):
+                promised[place] |= {self.tokens[node]} if waiting is _HOST else {waiting, *promised[waiting]}
         return found
 
 

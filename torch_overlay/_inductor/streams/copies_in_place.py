@@ -24,6 +24,7 @@ using by then. Kernels are compiled for such an input without any alignment, and
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -60,7 +61,7 @@ from torch_overlay._inductor.streams.host_copies import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch.fx import Graph, Node
 
@@ -103,13 +104,23 @@ def geometry(value: torch.Tensor) -> tuple[Any, ...]:
     return value.dtype, *map(expression, (*value.shape, *value.stride(), value.storage_offset()))
 
 
-def _evaluate(node: Node, values: dict[Node, Any]) -> Any:
-    def known(n: Node) -> Any:
-        return values.get(n, n.meta.get("val"))
+def _is_part(value: Any, base: Node, part: torch.Tensor) -> bool:
+    """True if a value is that part of the memory that a base is a view of."""
+    if not isinstance(value, torch.fx.Node) or storage_node(value) is not storage_node(base):
+        return False
+    return geometry(value.meta["val"]) == geometry(part)
 
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known)  # type: ignore[misc]
+
+def _evaluate(target: Any, args: Any, kwargs: Any, values: Mapping[Node, Any] = MappingProxyType({})) -> Any:
+    """Call an operator with the fake values of its arguments, of which `values` has new ones."""
+    args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: values.get(n, n.meta.get("val")))
     with V.fake_mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
+
+
+def _part(scatter: Node, base: Node) -> torch.Tensor:
+    """Return the part of a base that a scatter into it writes."""
+    return _evaluate(_SCATTER_OP_TO_VIEW[scatter.target], (base, *scatter.args[2:]), scatter.kwargs)  # type: ignore[index]
 
 
 def _reads(user: Node, value: Node) -> bool:
@@ -198,17 +209,15 @@ class _Rewriter:
             if place is not node and self.may_change(node.args[1], node, place):  # type: ignore[arg-type]
                 continue
             if (given := self.given(base, node, place)) is not None:
-                base = given
-                if (values := self.as_memory(node, base)) is None:
-                    return
-                self.emit(node, storage_node(base), base.meta["val"], place)
-                self.replace(node, base, values)
+                if (values := self.as_memory(node, given)) is not None:
+                    self.emit(node, storage_node(given), given.meta["val"], place)
+                    self.replace(node, given, values)
                 return
 
     def scatter(self, node: Node) -> None:
         base: Any = node.args[0]
         update, target = node.args[1], _SCATTER_OP_TO_VIEW[node.target]  # type: ignore[index]
-        is_made = self.is_part(update, base, self.part(node, base))  # type: ignore[arg-type]
+        is_made = _is_part(update, base, _part(node, base))  # type: ignore[arg-type]
         if not is_made and (base := self.given(base, node, node)) is None:
             return
         if (values := self.as_memory(node, base)) is None:  # type: ignore[arg-type]
@@ -218,7 +227,7 @@ class _Rewriter:
                 view = self.graph.call_function(target, (base, *node.args[2:]), node.kwargs)
                 write = self.graph.call_function(_aten.copy_.default, (view, update))
             for made in (view, write):
-                made.meta = {**node.meta, "val": self.part(node, base)}  # type: ignore[arg-type]
+                made.meta = {**node.meta, "val": _part(node, base)}  # type: ignore[arg-type]
             self.order[view] = self.order[write] = self.order[node]
             storage_node(base).meta[IN_PLACE] = True  # type: ignore[arg-type]
         self.replace(node, base, values)
@@ -230,7 +239,7 @@ class _Rewriter:
         target: Any = node.args[0]
         value: Any = node.args[1]
         memory, part = storage_node(target), target.meta["val"]
-        if IN_PLACE not in memory.meta or not self.is_part(value, target, part):
+        if IN_PLACE not in memory.meta or not _is_part(value, target, part):
             if not self.is_only_for(value, node):
                 return
             self.emit(value, memory, part, node)
@@ -313,7 +322,9 @@ class _Rewriter:
     def is_read_later(self, base: Node, node: Node, place: Node) -> bool:
         root, part = storage_node(base), base.meta["val"]
         # Upstream has made the update in place; what is read after it is the new value.
-        ends = [self.order[u] for u in node.users if u.target is _aten.copy_.default and self.is_put(u, root, part)]
+        ends = [
+            self.order[u] for u in node.users if u.target is _aten.copy_.default and _is_part(u.args[0], root, part)
+        ]
         for value, user in self.users(root):
             is_later = self.order[user] > self.order[place] or user is place is not node
             is_own = (user is node and value is base) or any(self.order[user] > end for end in ends)
@@ -321,22 +332,17 @@ class _Rewriter:
                 return True
         return False
 
-    def is_put(self, write: Node, memory: Node, part: torch.Tensor) -> bool:
-        target: Any = write.args[0]
-        return storage_node(target) is memory and geometry(target.meta["val"]) == geometry(part)
-
     def puts(self, user: Node, base: Node, node: Node, part: torch.Tensor) -> bool:
         """True if an update puts a copy into the part of the memory into which it is made anyway."""
         if user.target not in _SCATTER_OP_TO_VIEW or user.args[0] is not base:
             return False
-        made, update = geometry(self.part(user, base)), user.args[1]
+        made, update = _part(user, base), user.args[1]
         if update is node:
-            return made == geometry(part)
+            return geometry(made) == geometry(part)
         if not isinstance(update, torch.fx.Node) or update.target not in _SCATTER_OP_TO_VIEW:
             return False
         inner: Any = update.args[0]
-        is_same = storage_node(inner) is storage_node(base) and geometry(inner.meta["val"]) == made
-        return is_same and self.puts(update, inner, node, part)
+        return _is_part(inner, base, made) and self.puts(update, inner, node, part)
 
     def may_change(self, source: Node, first: Node, last: Node) -> bool:
         """True if what a copy reads is written between two places."""
@@ -347,16 +353,6 @@ class _Rewriter:
             node = node.next
         return False
 
-    def part(self, scatter: Node, base: Node) -> torch.Tensor:
-        """Return the part of the memory that a scatter writes."""
-        return _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)  # type: ignore[index]
-
-    def is_part(self, value: Node, base: Node, part: torch.Tensor) -> bool:
-        """True if a value is that part of the memory that a base is a view of."""
-        if not isinstance(value, torch.fx.Node) or storage_node(value) is not storage_node(base):
-            return False
-        return geometry(value.meta["val"]) == geometry(part)
-
     def as_memory(self, node: Node, base: Node) -> dict[Node, Any] | None:
         """Return the new fake values of a value and its views once it is the memory that `base` is; None if there are
         none.
@@ -366,7 +362,7 @@ class _Rewriter:
             return None
         for view in names_of(node)[1:]:
             try:
-                values[view] = _evaluate(view, values)
+                values[view] = _evaluate(view.target, view.args, view.kwargs, values)
             except RuntimeError:  # not of this layout
                 return None
         return values
@@ -443,8 +439,7 @@ def write_back_parts(graph: Graph) -> None:
         if given.op != "placeholder" or not _is_returned_only(new, write):
             continue
         part, value, steps = _updated_part(given, new)
-        is_there = storage_node(value) is given and geometry(value.meta["val"]) == geometry(part)  # as after `add_(0)`
-        if not is_there:
+        if not _is_part(value, given, part):  # it is there already after `add_(0)`
             is_known = steps and storage_node(value) is not given and part.dtype == value.meta["val"].dtype
             if not is_known or part.is_complex() or part.device.type == "cpu":
                 continue
@@ -479,20 +474,13 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
             return part, value, steps
         whole = base.meta["val"]
         for view in reversed(views):
-            whole = _applied(view.target, whole, view, 1)
+            whole = _evaluate(view.target, (whole, *view.args[1:]), view.kwargs)
         is_read = any(len(node.users) > 1 for node in (*views, scatter) if node is not new)
         if is_read or geometry(whole) != geometry(part):
             return part, value, steps
-        part = _applied(_SCATTER_OP_TO_VIEW[scatter.target], base.meta["val"], scatter, 2)
+        part = _part(scatter, base)
         steps += [*views, scatter, base]
         value = scatter.args[1]
-
-
-def _applied(view: Any, base: torch.Tensor, node: Node, first: int) -> torch.Tensor:
-    """Return a view of a fake tensor by a node's arguments from the index `first` on."""
-    args, kwargs = torch.fx.map_arg((node.args[first:], node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
-    with V.fake_mode:
-        return view(base, *args, **kwargs)
 
 
 def inputs_in_parts(graph: Graph) -> set[str]:

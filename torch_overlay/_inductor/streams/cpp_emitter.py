@@ -34,7 +34,6 @@ from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.emitter import RegionEmitter
-from torch_overlay._inductor.streams.plan import HOST
 from torch_overlay._inductor.streams.region_names import root_of
 from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
@@ -172,17 +171,10 @@ class CppRegionEmitter(RegionEmitter):
     def write(self, text: str) -> None:
         super().write(f"{text};")
 
-    def operation(self, kind: OperationKind, event: int, stream: str) -> str:
-        method = OperationKind.RECORD if kind == OperationKind.RECORD_BUSY else kind
-        return f"{self.frame}.{method.method}({event}, {stream})"
-
-    def write_operation(self, operation: tuple[OperationKind, int, int]) -> None:
-        kind, event, stream = operation
+    def of_event(self, event: int, method: str, *streams: int) -> str:
+        method = OperationKind.RECORD.method if method == OperationKind.RECORD_BUSY.method else method
         self.event(event)
-        if stream == HOST:
-            self.write(f"{self.frame}.synchronize({event})")
-        else:
-            self.write(self.operation(kind, event, self.stream(stream)))
+        return f"{self.frame}.{method}({', '.join((str(event), *map(self.stream, streams)))})"
 
     def write_object_method(self, number: int, method: str, *streams: int) -> None:
         if V.graph.aot_mode:
@@ -198,9 +190,7 @@ class CppRegionEmitter(RegionEmitter):
             self.own_events.setdefault(number, len(self.plan.events) + len(self.own_events))
         elif method != "synchronize" or number not in self.own_events:
             self.refuse("an event of the caller", self.node)
-        self.write(
-            f"{self.frame}.{method}({', '.join(map(str, (self.own_events[number], *map(self.stream, streams))))})"
-        )
+        self.write(self.of_event(self.own_events[number], method, *streams))
 
     def write_stream_method(self, stream: int, method: str, *streams: int) -> None:
         if method == "synchronize":
@@ -230,7 +220,7 @@ class CppRegionEmitter(RegionEmitter):
         header.writeline(f"static thread_local torch_overlay::Events events{self.number};")
 
     def write_prologue(self, code: Any) -> None:
-        if not self.prologue():
+        if not self.is_entered():
             return
         n, spec, count = self.number, self.definition, len(self.streams)
         events = spec.events + len(self.own_events)
@@ -248,9 +238,9 @@ class CppRegionEmitter(RegionEmitter):
         self.write_boundary(code, spec.entry)
 
     def write_boundary(self, code: Any, operations: Any) -> None:
-        names = [self.named(stream) for stream in self.streams]
+        streams = list(self.streams)
         for kind, event, stream in operations:
-            code.writeline(f"{self.operation(OperationKind(kind), event, names[stream])};")
+            code.writeline(f"{self.of_event(event, OperationKind(kind).method, streams[stream])};")
 
     def write_epilogue(self, code: Any) -> None:
         if self.is_idle:

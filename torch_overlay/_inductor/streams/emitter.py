@@ -23,6 +23,7 @@ from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
+from torch_overlay._functorch.streams.fx import is_stream_operator
 from torch_overlay._functorch.streams.ids import callers_device, copy_device, is_copy_stream
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.graph_results import results_are_in_pool
@@ -79,11 +80,14 @@ class RegionEmitter(RegionNames):
 
     def write_operation(self, operation: tuple[OperationKind, int, int]) -> None:
         kind, event, stream = operation
-        name = self.event(event)
         if stream == HOST:
-            self.write(f"{name}.synchronize()")
+            self.write(self.of_event(event, "synchronize"))
         else:
-            self.write(self.if_multi_stream(f"{name}.{kind.method}({self.handle(stream)})"))
+            self.write(self.if_multi_stream(self.of_event(event, kind.method, stream)))
+
+    def of_event(self, event: int, method: str, *streams: int) -> str:
+        """Return a call of a method of an event of the region."""
+        return f"{self.event(event)}.{method}({', '.join(map(self.handle, streams))})"
 
     def write_object_method(self, number: int, method: str, *streams: int) -> None:
         """Write a call of a method of an event of the caller."""
@@ -241,9 +245,9 @@ class RegionEmitter(RegionNames):
         """Write the user's records, waits, synchronisations and `record_stream` as direct calls. False: use the
         operator.
         """
-        kind = stream_operation_kind(node.op_overload)
-        if kind is None:
+        if not is_stream_operator(node.op_overload):
             return False
+        kind = node.op_overload._opname
         streams = [self.region.numbers.get(s, s) for s in node.constant_args]
         if kind in _METHODS_OF_EVENTS:
             number, streams = node.constant_args[0], streams[1:]
@@ -267,9 +271,3 @@ class RegionEmitter(RegionNames):
 
 def _is_pinned(buffer: Any) -> bool:
     return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
-
-
-def stream_operation_kind(overload: Any) -> str | None:
-    schema = getattr(overload, "_schema", None)
-    namespace, _, kind = schema.name.partition("::") if schema is not None else ("", "", "")
-    return kind if namespace == "streams" else None

@@ -24,7 +24,7 @@ from torch_overlay._functorch.device_peaks import bytes_per_us
 from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on, view_chain
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, is_copy_stream
-from torch_overlay._functorch.streams.tokens import CALLER, state
+from torch_overlay._functorch.streams.tokens import state
 
 
 if TYPE_CHECKING:
@@ -57,14 +57,6 @@ def _is_pointwise(node: Node) -> bool:
         return False
     devices = {_device(n) for n in (node, *node.all_input_nodes)}
     return len(devices) == 1 and None not in devices and torch.device("cpu") not in devices
-
-
-def _is_private_branch(node: Node) -> bool:
-    """True if the user forked the node from the caller's stream and joined it again. Otherwise folding would make one
-    stream wait for the other.
-    """
-    fact = fact_of(node)
-    return CALLER in (fact.after or ()) and CALLER in fact.promises
 
 
 def handed_out(graph: Graph, is_backward: bool) -> set[int]:
@@ -106,13 +98,10 @@ def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> l
     results = _results(graph, is_backward)
     folded = []
     for stream, branch in branches.items():
-        if (
-            is_copy_stream(stream)
-            or stream in visible
-            or not all(_is_pointwise(n) and _is_private_branch(n) for n in branch)
-        ):
+        if is_copy_stream(stream) or stream in visible or not results.isdisjoint(branch):
             continue
-        if not results.isdisjoint(branch):
+        # Without the user's fork and join, folding would make one stream wait for the other.
+        if not all(_is_pointwise(n) and fact_of(n).is_forked_and_joined for n in branch):
             continue
         if (time := _device_us(branch)) >= limit_us:
             continue

@@ -71,6 +71,11 @@ class Placed:
     users: frozenset[Node]
     is_view: bool
 
+    @classmethod
+    def of(cls, node: Node) -> Placed:
+        inputs, users = frozenset(node.all_input_nodes), frozenset(node.users)
+        return cls(node.meta.get("custom"), inputs, users, base_of(node) is not None)
+
 
 @dataclasses.dataclass
 class _PassStep:
@@ -236,7 +241,7 @@ class NewNodes:
         todo = [node for node in self.replaced if not is_stream_op(node) and not self._is_placed(node)]
         left = []
         for node in reversed(todo):
-            if gone := [c for old in self.replaced[node] if (c := self._known(self.before[old].custom)) is not None]:
+            if gone := self._known(self.before[old].custom for old in self.replaced[node]):
                 _place(node, gone)
                 _keep_marks(node, gone)
             elif readers := self._readers(node):
@@ -245,16 +250,13 @@ class NewNodes:
             else:
                 left.append(node)
         for node in reversed(left):
-            makers = [storage_node(value) for value in node.all_input_nodes]
-            made = [self._known(maker.meta.get("custom")) for maker in makers if _computes(maker)]
-            if known := [custom for custom in made if custom is not None]:
+            makers = map(storage_node, node.all_input_nodes)
+            if known := self._known(maker.meta.get("custom") for maker in makers if _computes(maker)):
                 _place(node, known, reads=False)
 
-    def _known(self, custom: Custom | None) -> Custom | None:
-        """Return the metadata of a node; None if the node isn't placed."""
-        if not self.has_tokens:
-            return custom or {}
-        return custom if is_placed(custom) else None
+    def _known(self, customs: Iterable[Custom | None]) -> list[Custom]:
+        """Return the metadata of the nodes that are placed."""
+        return [custom or {} for custom in customs if is_placed(custom) or not self.has_tokens]
 
     def _is_placed(self, node: Node) -> bool:
         custom = node.meta.get("custom")
@@ -265,7 +267,7 @@ class NewNodes:
         others.
         """
         users = [user for user in users_of_memory(node) if _computes(user) and not is_stream_op(user)]
-        users = [user for user in users if self._known(user.meta.get("custom")) is not None]
+        users = [user for user in users if self._known([user.meta.get("custom")])]
         return [user for user in users if base_of(user) is None] or users
 
 
@@ -306,15 +308,10 @@ def needs_placement(nodes: Iterable[Node]) -> bool:
 
 def begin_pass(gm: GraphModule) -> PassLog | None:
     """Begin to log a pass over a graph with streams; None for another graph, and within a pass that is logged."""
-    if PassLog.of(gm.graph) is not None or not needs_placement(gm.graph.nodes):
+    nodes = gm.graph.nodes
+    if PassLog.of(gm.graph) is not None or not needs_placement(nodes):
         return None
-    return PassLog(
-        gm,
-        {
-            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), base_of(n) is not None)
-            for n in gm.graph.nodes
-        },
-    )
+    return PassLog(gm, {node: Placed.of(node) for node in nodes})
 
 
 def end_pass(gm: GraphModule, log: PassLog, failed: bool) -> None:
@@ -322,20 +319,6 @@ def end_pass(gm: GraphModule, log: PassLog, failed: bool) -> None:
     log.close()
     if not failed:
         _restore(gm.graph, log)
-
-
-def merge_facts(nodes: Sequence[Node]) -> dict[str, Any]:
-    """Return what a pattern's replacement has in `custom` beside its stream: the tokens of all nodes that it replaces.
-    It takes over the metadata of the last of them, so they all get the tokens; `end_pass` takes these back from nodes
-    that remain.
-    """
-    union = union_of_facts([fact_of(node) for node in nodes])
-    if not union:
-        return {}
-    for node in nodes:
-        if node.op == "call_function" and "custom" in node.meta:
-            note_fact(node, **union)
-    return {KEY: Fact(**union)}
 
 
 def _restore(graph: Graph, log: PassLog) -> None:
@@ -352,11 +335,8 @@ def _restore(graph: Graph, log: PassLog) -> None:
     replaced = log.replaced(graph)
     done_anew = {old for gone in replaced.values() for old in gone}
     # A view reads nothing itself, and has no tokens to transfer.
-    readers = [
-        n
-        for n, p in before.items()
-        if n not in left and n not in done_anew and p.custom and n.op == "call_function" and not p.is_view
-    ]
+    gone = [(n, p) for n, p in before.items() if n.op == "call_function" and n not in left and n not in done_anew]
+    readers = [n for n, p in gone if p.custom and not p.is_view]
     results = _given_to_caller(graph) if readers else set()
     for node in readers:
         _transfer_to_users(node, before, left, results)
@@ -421,11 +401,11 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
         elif user.op == "call_function":
             new = {*user.all_input_nodes} - before[user].inputs
             taken = viewed_ones or {v for v in new if v in given or v.meta.get(COPY_OF, gone.name) != gone.name}
-            if taken and user not in seen:
+            if not taken:
+                continue
+            if user not in seen:
                 yield user, taken
                 todo += [(reader, taken) for reader in user.users if base_of(user) is not None]
-            elif not taken:
-                continue
         seen.add(user)
 
 
@@ -519,7 +499,15 @@ def apply_graph_pass(
 
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
-    return {**original(nodes), **merge_facts(nodes)}
+    """Return what a pattern's replacement has in `custom`: beside its stream, the tokens of all nodes that it replaces.
+    It takes over the metadata of the last of them, so they all get the tokens; `end_pass` takes these back from nodes
+    that remain.
+    """
+    custom, union = original(nodes), union_of_facts([fact_of(node) for node in nodes])
+    for node in nodes if union else ():
+        if node.op == "call_function" and "custom" in node.meta:
+            note_fact(node, **union)
+    return {**custom, KEY: Fact(**union)} if union else custom
 
 
 def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:

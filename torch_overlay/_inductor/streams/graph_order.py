@@ -1,14 +1,10 @@
-"""Order the user's visible stream operations among the nodes of an FX graph.
+"""Order the user's visible stream operations, and what blocks the host.
 
 A record of an event that somebody else reads, a host synchronisation or a query has no tensor that would tie it to its
 place. It is ordered after every node that carries its token, and after the visible operations before it: first in the
 FX graph, whose passes move nodes towards their users (`order_graph`), so that values that are lowered before it become
-buffers before it; then in the scheduler, as dependencies for its order only. The planner makes the order true on the
-device.
-
-Order the user's visible stream operations, and what blocks the host, among the nodes of a schedule.
-
-The dependencies are for the order only, as `graph_order` has it: nothing is read, and nothing on the device waits.
+buffers before it; then in the scheduler. Dependencies there are for the order only: nothing is read, and nothing on the
+device waits. The planner makes the order true on the device.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from torch_overlay._functorch.streams.fx import (
     updated_operands,
 )
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation
-from torch_overlay._inductor.streams import ranges, ranges as stream_ranges
+from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.graph_facts import required
 
 
@@ -158,7 +154,7 @@ def order_stream_operations(scheduler: Any) -> None:
     awaited: set[str] = set()
     barriers: set[str] = set()
     launched: dict[str, int] = {}  # buffer -> number of its kernel, as far as there are ranges
-    ranges: dict[int, set[str]] = {}
+    of_ranges: dict[int, set[str]] = {}
     for node in scheduler.nodes:  # in the order of the graph: what a later one computes again was promised before
         own = set(node.get_buffer_names())
         dependencies = V.graph.additional_buffer_deps[node.get_name()]
@@ -166,9 +162,9 @@ def order_stream_operations(scheduler: Any) -> None:
             needed = list(earlier)
             for token in required(node):
                 needed += carriers.get(token, ())
-            for number in (stream_ranges.number(n) for n in fx_origins(node) if stream_ranges.is_range(n)):
+            for number in (ranges.number(n) for n in fx_origins(node) if ranges.is_range(n)):
                 needed += [name for name, known in launched.items() if number is not None and known <= number]
-                ranges[number or 0] = own
+                of_ranges[number or 0] = own
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
             awaited |= own if any(map(is_synchronization, fx_origins(node))) else set()
@@ -176,9 +172,9 @@ def order_stream_operations(scheduler: Any) -> None:
         else:
             dependencies.update(awaited if any(map(touches_host_memory, fx_origins(node))) else ())
             dependencies.update(barriers if any(map(touches_callers_memory, fx_origins(node))) else ())
-            if (number := stream_ranges.largest(fx_origins(node))) is not None:
+            if (number := ranges.largest(fx_origins(node))) is not None:
                 launched.update(dict.fromkeys(own, number))
-                dependencies.update(ranges.get(number - 1, ()))
+                dependencies.update(of_ranges.get(number - 1, ()))
         for origin in fx_origins(node):
             for token in fact_of(origin).promised_to or ():
                 carriers.setdefault(token, []).extend(own)

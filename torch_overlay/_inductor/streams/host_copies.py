@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from torch_overlay._functorch.streams.fx import storage_node
+from torch_overlay._functorch.streams.fx import is_non_blocking, storage_node
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._inductor.user_lines import refuse_in_cpp
 
@@ -180,7 +180,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
             if source not in returned or source.op == "placeholder" or is_pinned(source):
                 continue
             if _device_type(source) == "cpu" and _device_type(node) == "cuda":
-                if (node.args[2:] or (node.kwargs.get("non_blocking"),))[0]:
+                if is_non_blocking(node):
                     node.meta[RETURNED] = True
                 if "non_blocking" in node.kwargs:
                     node.kwargs = {**node.kwargs, "non_blocking": False}
@@ -192,4 +192,4 @@ def is_pinned(node: Node) -> bool:
     if node.target is torch.ops.aten._pin_memory.default or node.kwargs.get("pin_memory"):
         return True
     is_copy = node.target is torch.ops.aten._to_copy.default and _device_type(node.args[0]) == "cuda"
-    return is_copy and bool(node.kwargs.get("non_blocking"))
+    return is_copy and is_non_blocking(node)

@@ -8,7 +8,7 @@ Publish each stream plan, as it is made, to observers: tools and tests.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, TYPE_CHECKING
 
@@ -28,8 +28,9 @@ from torch_overlay._inductor.streams.reader import RegionReader
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import torch
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._functorch.streams.tokens import Token
@@ -48,36 +49,30 @@ def _size_of(name: str) -> int:
 
 def read_buffers(reader: RegionReader) -> list[Buffer]:
     found: list[Buffer] = []
-    views: dict[str, set[str]] = {}
+    views: dict[str, set[str]] = defaultdict(set)
     for view, owner in reader.owners.items():
-        views.setdefault(owner, set()).add(view)
-    for i in reader.reads_as_eager:
+        views[owner].add(view)
+    users: dict[str, list[int]] = defaultdict(list)  # those of which it is known what they read in eager
+    for i in reader.foreign_reads:
         for name in {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads | reader.ops[i].writes}:
-            reader.users.setdefault(name, []).append(i)
+            users[name].append(i)
+
+    def add(name: str, stream: int, settles: bool, **fields: Any) -> None:
+        settles, leaves = settles and not reader.enclosed, name in reader.output_memory
+        found.append(Buffer(name, stream, views=frozenset(views[name]), settles=settles, leaves=leaves, **fields))
+
     results = eager_memory_of_results()
     for name in reader.fresh:
         streams = [s for s in reader.writer_streams.get(name, ()) if s != HOST]
         if streams:
-            device = reader.device_of(name)
-            shared = callers_stream_index(device.index if device is not None and device.index is not None else 0)
+            shared = _callers_stream(reader.device_of(name))
             is_of_one = len(set(streams)) == 1 and name not in reader.loaded
             stream = streams[0] if is_of_one else reader.allocated_on.get(name, shared)
             known = results.get(name, set())
             if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
                 # Whichever streams wrote its inputs, the caller gets memory of the stream that concatenates in eager.
                 (stream,) = (reader.tokens.numbers.get(s, s) or shared for s in known)
-            leaves = name in reader.output_memory
-            settles = not reader.enclosed and _settles(reader, name, stream, shared, leaves, name in results)
-            found.append(
-                Buffer(
-                    name,
-                    stream,
-                    views=frozenset(views.get(name, ())),
-                    settles=settles,
-                    size=_size_of(name),
-                    leaves=leaves,
-                )
-            )
+            add(name, stream, _settles(reader, name, stream, users[name], name in results), size=_size_of(name))
     local = {b.name for b in found}
     # Buffers that another region allocated on a side stream, unless a graph was launched for that region.
     memory = ScheduleNotes.of(reader.scheduler).memory or {}
@@ -85,27 +80,20 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
     touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
     for name in sorted(touched - local):
         device = reader.device_of(name)
-        if is_gpu(device) and device is not None:
+        if is_gpu(device):
             saved_on = reader.saved_on.get(name, elsewhere.get(name))
-            settles = saved_on is not None and not reader.enclosed
-            found.append(
-                Buffer(
-                    name,
-                    saved_on
-                    if saved_on is not None and name in reader.owned
-                    else callers_stream_index(device.index or 0),
-                    fresh=False,
-                    views=frozenset(views.get(name, ())),
-                    saved_on=saved_on,
-                    settles=settles,
-                    size=_size_of(name) if name in reader.kept else 0,
-                    leaves=name in reader.output_memory,
-                )
-            )
+            is_owned = saved_on is not None and name in reader.owned
+            stream = saved_on if is_owned else _callers_stream(device)
+            size = _size_of(name) if name in reader.kept else 0
+            add(name, stream, saved_on is not None, fresh=False, saved_on=saved_on, size=size)
     return found
 
 
-def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
+def _callers_stream(device: torch.device | None) -> int:
+    return callers_stream_index((device.index if device is not None else None) or 0)
+
+
+def _settles(reader: RegionReader, name: str, stream: int, users: Iterable[int], is_result: bool) -> bool:
     """True if `stream` has to be ordered after the other streams that use its memory before the memory is freed.
 
     In a backward this holds for a side stream's memory that does not leave: the autograd engine records the streams
@@ -114,22 +102,24 @@ def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: 
     them on that stream; and of saved values, which are dropped with the results if there is no backward. A read of
     memory that eager returns to the caller, or saves, is excepted if this graph returns that memory, too.
     """
+    leaves, is_shared = name in reader.output_memory, stream == _callers_stream(reader.device_of(name))
     if V.graph.is_backward:
-        return stream != shared and not leaves
-    if is_result and leaves and stream != shared:
+        return not (is_shared or leaves)
+    if is_result and leaves and not is_shared:
         return False
-    return any(
-        reader.ops[i].stream != stream
-        and (stream not in reader.reads_as_eager[i] or (not leaves and _reads_handed_over(reader, i, stream)))
-        for i in reader.users.get(name, ())
-    )
+    return any(reader.ops[i].stream != stream and not _reads_as_eager(reader, i, stream, leaves) for i in users)
 
 
-def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
-    """True if an operation reads memory of a stream that eager returns or saves, and this graph does not."""
-    count = reader.kept_by_eager.get(i, Counter())[stream]
-    reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads} if count else set()
-    return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
+def _reads_as_eager(reader: RegionReader, i: int, stream: int, leaves: bool) -> bool:
+    """True if all memory of a stream that an operation reads in eager is freed there whoever reads it, or is returned
+    or saved there, and here, too.
+    """
+    lives = [read.life for read in reader.foreign_reads[i] if read.stream == stream]
+    if leaves or "kept" not in lives:
+        return bool(lives) and "other" not in lives
+    reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads}
+    kept = sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
+    return "other" not in lives and lives.count("kept") <= kept
 
 
 def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:

@@ -19,6 +19,7 @@ The module is a pure function on plain data, and imports no torch.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch_overlay._functorch.streams.tokens import state, streams_of
@@ -26,20 +27,18 @@ from torch_overlay._inductor.streams.plan import BoundaryWait, Buffer, CALLER, E
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch_overlay._functorch.streams.tokens import Token
     from torch_overlay._inductor.streams.plan import Op
 
 
+@dataclass(slots=True)
 class _StreamClock:
     """A vector clock: the position per stream, and the boundary tokens, that a point of a stream is ordered after."""
 
-    __slots__ = ("seen", "tokens")
-
-    def __init__(self, seen: dict[int, int] | None = None, tokens: set[Token] | None = None) -> None:
-        self.seen = seen if seen is not None else {}
-        self.tokens = tokens if tokens is not None else set()
+    seen: dict[int, int] = field(default_factory=dict)
+    tokens: set[Token] = field(default_factory=set)
 
     def copy(self) -> _StreamClock:
         return _StreamClock(dict(self.seen), set(self.tokens))
@@ -52,6 +51,9 @@ class _StreamClock:
 
     def covers(self, stream: int, position: int) -> bool:
         return self.seen.get(stream, -1) >= position
+
+    def covers_all(self, accesses: Iterable[tuple[int, int]]) -> bool:
+        return all(self.covers(stream, i) for stream, i in accesses)
 
 
 EarlyWait: TypeAlias = "tuple[Token, int]"
@@ -73,7 +75,7 @@ class _Planner:
         self.fresh = {view: b for b in buffers if b.fresh for view in (b.name, *b.views)}
         self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
         self.clocks: dict[int, _StreamClock] = {}
-        self.at: list[_StreamClock | None] = []  # clock of each operation, itself included
+        self.at: list[_StreamClock] = []  # clock of each operation, itself included; empty if it launches nothing
         self.launched: dict[str, int] = {}  # operations by name
         self.on_stream: dict[int, list[int]] = defaultdict(list)
         self.writers: dict[str, list[int]] = defaultdict(list)
@@ -97,8 +99,10 @@ class _Planner:
         stream = token.stream
         return {token} if stream is None else self.state_at_entry(stream)
 
-    def storage(self, name: str) -> frozenset[str]:
-        return self.members.get(name, frozenset((name,)))
+    def parts(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield the memory that is meant by names, some of which name the memory of several."""
+        for name in names:
+            yield from self.members.get(name, (name,))
 
     def needed(self, stream: int, predecessors: Iterable[int]) -> list[int]:
         """Return the predecessors that `stream` has to wait for: the latest of each other stream, unless another of
@@ -117,11 +121,7 @@ class _Planner:
         def implied(i: int) -> bool:
             mine = self.ops[i].stream
             assert mine is not None
-            for other in latest.values():
-                known = self.at[other]
-                if other != i and known is not None and known.covers(mine, i):
-                    return True
-            return False
+            return any(other != i and self.at[other].covers(mine, i) for other in latest.values())
 
         return [i for i in latest.values() if not implied(i)]
 
@@ -132,10 +132,7 @@ class _Planner:
             source = self.ops[i].stream
             assert source is not None
             self.waits.setdefault((i, source), []).append((here, stream))
-        for i in needed:
-            known = self.at[i]
-            assert known is not None
-            clock.join(known)
+            clock.join(self.at[i])
         wanted = set(tokens) - clock.tokens
         for token in sorted(wanted, key=lambda token: (-len(wanted & self.implied(token)), token)):
             if token in clock.tokens:  # implied by the token of a stream that had waited for it
@@ -149,13 +146,10 @@ class _Planner:
 
     def predecessors(self, op: Op) -> set[int]:
         found = {self.launched[name] for name in op.order_after if name in self.launched}
-        for name in op.reads:
-            for part in self.storage(name):
-                found.update(self.writers[part])
-        for name in op.writes:
-            for part in self.storage(name):
-                found.update(self.writers[part])
-                found.update(self.readers[part])
+        for part in self.parts(op.reads | op.writes):
+            found.update(self.writers[part])
+        for part in self.parts(op.writes):
+            found.update(self.readers[part])
         if not op.waits:
             for token in op.requires:
                 found.update(self.carriers[token].values())
@@ -166,14 +160,13 @@ class _Planner:
         before which the stream waits for nothing new frees no block. None: nothing became free since the entry.
         """
         own = self.on_stream[stream]
-        for i, previous in zip(reversed(own), (*reversed(own[:-1]), None)):
-            op, known = self.ops[i], self.at[i]
-            earlier = None if previous is None else self.at[previous]
-            assert known is not None
-            others = {s: position for s, position in known.seen.items() if s != stream}
-            before = {} if earlier is None else {s: position for s, position in earlier.seen.items() if s != stream}
-            tokens = self.state_at_entry(stream) if earlier is None else earlier.tokens
-            if not op.rerecords or others != before or known.tokens != tokens:
+        clocks = [_StreamClock({}, self.state_at_entry(stream)), *(self.at[i] for i in own)]
+
+        def waited(clock: _StreamClock) -> tuple[dict[int, int], set[Token]]:
+            return {s: position for s, position in clock.seen.items() if s != stream}, clock.tokens
+
+        for i, earlier, known in reversed([*zip(own, clocks, clocks[1:])]):
+            if not self.ops[i].rerecords or waited(known) != waited(earlier):
                 return i
         return None
 
@@ -210,12 +203,12 @@ class _Planner:
         return {i for i in self.needed(op.stream, self.predecessors(following)) if self.ops[i].stream in waited}
 
     def name_only(self, op: Op) -> None:
-        parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
+        parts = frozenset(self.parts(op.reads | op.writes))
         for name in op.writes:
             self.members[name] = parts
             if not op.reads and name in self.fresh:
                 self.take(self.fresh[name])  # the block is allocated here, and written later
-        self.at.append(None)
+        self.at.append(_StreamClock())
 
     def take(self, buffer: Buffer) -> None:
         if buffer.name not in self.taken:
@@ -243,24 +236,20 @@ class _Planner:
             clock.tokens.update(*map(self.implied, tokens))
             for token in op.requires:
                 for i in self.carriers[token].values():
-                    known = self.at[i]
-                    assert known is not None
-                    clock.join(known)
+                    clock.join(self.at[i])
         clock.seen[stream] = here
         self.at.append(clock.copy())
         self.on_stream[stream].append(here)
         self.launched[op.name] = here
         for token in op.promised_to:
             self.carriers[token][stream] = here
-        for name in op.reads:
-            for part in self.storage(name):
-                self.readers[part].append(here)
-                self.touched[part].append(here)
-        for name in op.writes:
-            for part in self.storage(name):
-                self.writers[part] = [here]
-                self.readers[part] = []
-                self.touched[part].append(here)
+        for part in self.parts(op.reads):
+            self.readers[part].append(here)
+            self.touched[part].append(here)
+        for part in self.parts(op.writes):
+            self.writers[part] = [here]
+            self.readers[part] = []
+            self.touched[part].append(here)
         if op.blocking:
             self.clock(HOST).join(clock)
 
@@ -278,44 +267,29 @@ class _Planner:
                 self.clock(stream).join(self.clocks[HOST])
             self.order_after(len(self.ops), stream, predecessors[stream], promised.get(stream, frozenset()))
 
-    @staticmethod
-    def covers_all(clock: _StreamClock | None, accesses: list[tuple[int, int]]) -> bool:
-        return clock is not None and all(clock.covers(stream, i) for stream, i in accesses)
-
     def uses(self, buffer: Buffer) -> set[int]:
-        return {i for n in (buffer.name, *buffer.views) for part in self.storage(n) for i in self.touched[part]}
+        return {i for part in self.parts((buffer.name, *buffer.views)) for i in self.touched[part]}
 
     def releases(self) -> tuple[dict[str, int], frozenset[str]]:
+        """Return, for each buffer, the first operation, if it comes after the last use, at which the buffer's streams
+        are ordered after the accesses of other streams: the buffer is freed no earlier. Return also the buffers of
+        which a stream is not ordered so even at the exit.
+        """
         release: dict[str, int] = {}
         unordered: set[str] = set()
         for buffer in self.buffers:
             uses = self.uses(buffer)
             for owner in {buffer.stream} if buffer.saved_on is None else {buffer.stream, buffer.saved_on}:
-                streams = ((self.ops[i].stream, i) for i in uses)
-                foreign = [(s, i) for s, i in streams if s is not None and s not in (owner, HOST)]
-                if foreign:
-                    self.release(buffer.name, owner, foreign, max(uses), release, unordered)
+                foreign = [(s, i) for i in uses if (s := self.ops[i].stream) is not None and s not in (owner, HOST)]
+                if not foreign:
+                    continue
+                own = self.on_stream[owner]
+                position = next((i for i in own if self.at[i].covers_all(foreign)), len(self.ops))
+                if position > max(uses):
+                    release[buffer.name] = max(release.get(buffer.name, ENTRY), position)
+                if owner not in self.clocks or not self.clocks[owner].covers_all(foreign):
+                    unordered.add(buffer.name)
         return release, frozenset(unordered)
-
-    def release(
-        self,
-        name: str,
-        owner: int,
-        foreign: list[tuple[int, int]],
-        last: int,
-        release: dict[str, int],
-        unordered: set[str],
-    ) -> None:
-        """Note in `release` the first operation, if it comes after the last use, at which `owner` is ordered after the
-        accesses of other streams: `name` is freed no earlier. Add `name` to `unordered` if `owner` is not ordered so
-        even at the exit.
-        """
-        own = self.on_stream[owner]
-        position = next((i for i in own if self.covers_all(self.at[i], foreign)), len(self.ops))
-        if position > last:
-            release[name] = max(release.get(name, ENTRY), position)
-        if not self.covers_all(self.clocks.get(owner), foreign):
-            unordered.add(name)
 
     def after_caller(self) -> frozenset[int]:
         caller, host = self.clock(CALLER), self.clock(HOST)
@@ -325,7 +299,7 @@ class _Planner:
         def is_after(stream: int) -> bool:
             clock = self.clock(stream).copy()
             clock.join(host)
-            return caller.tokens <= clock.tokens and self.covers_all(clock, launched)
+            return caller.tokens <= clock.tokens and clock.covers_all(launched)
 
         return frozenset(s for s in {*self.clocks, *self.known} - {CALLER, HOST} if is_after(s))
 
@@ -368,15 +342,15 @@ def plan_streams(
     whether or not an operation needs them. `known` are the states of other streams that a stream had waited for before
     the region was entered.
     """
-    promises, known = promised or {}, known or {}
+
+    def planned(early: frozenset[EarlyWait]) -> Plan:
+        return _Planner(ops, buffers, early, known or {}).run(promised or {})
+
     early: frozenset[EarlyWait] = frozenset()
-    plan = _Planner(ops, buffers, early, known).run(promises)
-    while (late := _late_wait(plan)) is not None:
+    while (late := _late_wait(plan := planned(early))) is not None:
         early |= {late}
-        plan = _Planner(ops, buffers, early, known).run(promises)
     for wait in sorted(early):  # drop those that the others make unnecessary
-        fewer = _Planner(ops, buffers, early - {wait}, known).run(promises)
-        if _late_wait(fewer) is None:
+        if _late_wait(fewer := planned(early - {wait})) is None:
             early, plan = early - {wait}, fewer
     return plan
 

@@ -20,7 +20,7 @@ nodes belong to the operations that compute them. So the nodes of a region are r
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Literal, TYPE_CHECKING
 
@@ -156,14 +156,15 @@ class BoundaryTokens:
         return frozenset(after - own), frozenset(before - own)
 
     def foreign_reads(self, node: BaseSchedulerNode) -> set[ForeignRead] | None:
-        """Return the operation's reads of other streams' memory in eager; None if no pass has kept them. A view that
-        gets memory of its own is a read that eager doesn't have: there are none, then.
+        """Return the operation's reads of other streams' memory in eager, with the numbers that streams have here; None
+        if no pass has kept them. A view that gets memory of its own is a read that eager doesn't have: there are none,
+        then.
         """
         own = self.own_origins(node)
         known = [reads for n in own if (reads := fact_of(n).reads) is not None]
         if not known and not (own and all(map(is_view, own))):
             return None
-        return {read for reads in known for read in reads}
+        return {read._replace(stream=self.number(read.stream)) for reads in known for read in reads}
 
     def at_exit(self, blocking: Collection[Token]) -> dict[int, frozenset[Token]]:
         """Return, per stream, the caller's states that it must be ordered after when the region is left. `blocking`:
@@ -216,9 +217,7 @@ class RegionReader:
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.order_after = ScheduleNotes.of(scheduler).awaited_stores
         self.tokens = BoundaryTokens(scheduler, nodes, enclosed)
-        self.reads_as_eager: dict[int, set[int]] = {}  # operation -> streams whose memory it reads as eager does
-        self.kept_by_eager: dict[int, Counter[int]] = {}  # operation -> reads of memory that eager keeps, by stream
-        self.users: dict[str, list[int]] = {}  # buffer -> the operations in `reads_as_eager` that touch it
+        self.foreign_reads: dict[int, set[ForeignRead]] = {}  # of operations of which passes kept them
         self.loaded: set[str] = set()  # written by a copy stream, but allocated on the caller's stream
         graph: Any = V.graph.module.graph
         inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
@@ -240,17 +239,6 @@ class RegionReader:
         if user != CALLERS_STREAM:
             return self.tokens.number(user)
         return callers_stream_index(device.index) if device is not None and device.index is not None else CALLERS_STREAM
-
-    def note_reads(self, node: BaseSchedulerNode) -> None:
-        """Note in `reads_as_eager` the streams of which the next operation reads only memory that eager frees whoever
-        reads it, or keeps as a result or for the backward; and in `kept_by_eager` how many of the reads are of memory
-        that eager keeps. Nothing is noted where no pass kept the reads.
-        """
-        reads, here, number = self.tokens.foreign_reads(node), len(self.ops), self.tokens.number
-        if reads is not None:
-            others = {read.stream for read in reads if read.life == "other"}
-            self.reads_as_eager[here] = {number(read.stream) for read in reads if read.stream not in others}
-            self.kept_by_eager[here] = Counter(number(read.stream) for read in reads if read.life == "kept")
 
     def promised(self) -> dict[int, frozenset[Token]]:
         """Return, per stream, the caller's states that it must be ordered after when the region is left."""
@@ -298,20 +286,16 @@ class RegionReader:
         aliases = {self.storage(a) for o in node.get_outputs() if not is_part(o) for a in o.get_aliases()}
         if aliases and node.is_extern():
             self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
-        gpu_reads = any(is_gpu(self.device_of(r)) for r in reads)
-        gpu = is_gpu(device) or gpu_reads
-        blocking = False
-        if not gpu:
-            stream = HOST
-        else:
-            if not is_gpu(device):
-                device = next(d for r in sorted(reads) if is_gpu(d := self.device_of(r)))
-            stream = self.stream_of(node, device)
-            self.devices[len(self.ops)] = (device.index if device is not None else None) or 0
+        # What reads device memory from the host's side runs on the device.
+        on = device if is_gpu(device) else next((d for r in sorted(reads) if is_gpu(d := self.device_of(r))), None)
+        gpu, stream, blocking = on is not None, HOST, False
+        if on is not None:
+            stream = self.stream_of(node, on)
+            self.devices[len(self.ops)] = on.index or 0
             if isinstance(node.node, ir.DeviceCopy):
                 blocking = not node.node.constant_args[0] and self.blocks_host(node)
-            elif not is_gpu(node.get_device()):
-                blocking = isinstance(node.node, ir.DynamicScalar)
+            else:
+                blocking = not is_gpu(device) and isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens.of_launch(node, stream) if gpu else (frozenset(), frozenset())
         if self.enclosed and not gpu and self.reads_download(node):
             after |= {CALLER}  # the host waits for the operations of other regions
@@ -322,8 +306,8 @@ class RegionReader:
         if not self.enclosed and touched.isdisjoint(self.caller_memory | self.output_memory):
             # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
             self.inner.add(len(self.ops))
-        if gpu:
-            self.note_reads(node)
+        if gpu and (foreign := self.tokens.foreign_reads(node)) is not None:
+            self.foreign_reads[len(self.ops)] = foreign
         if is_copy_stream(stream):
             self.loaded.update(writes)
         order_after = frozenset(self.order_after.get(node, ()))
@@ -377,7 +361,7 @@ class RegionReader:
         requires = required(node)
         after = self.tokens.of_node(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
-        kind = overload._schema.name.partition("::")[2]
+        kind = overload._opname
         stream, blocking, waits, rerecords = HOST, False, False, None
         if kind == "record_event":
             rerecords = caller_event(arguments[0])

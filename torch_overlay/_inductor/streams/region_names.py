@@ -121,11 +121,8 @@ class Definition:
         return f"{self.frame}.leave()"
 
     def define(self, events: int, **fields: Any) -> None:
-        self.write_definition(self.spec(events, **fields))
-
-    def spec(self, events: int, **fields: Any) -> RegionSpec:
         numbers = ((s, callers_device(s)) for s in self.streams)
-        return RegionSpec(
+        spec = RegionSpec(
             device=None if self.device is None else written_index(self.device),
             streams=tuple(s if device is None else of_device(written_index(device)) for s, device in numbers),
             events=events,
@@ -134,6 +131,7 @@ class Definition:
             results=tuple(self.results.values()),
             **fields,
         )
+        self.write_definition(spec)
 
     def write_definition(self, spec: RegionSpec) -> None:
         """Write the statement that defines the region into the generated module's header; empty fields are left
@@ -233,10 +231,9 @@ class RegionNames(Definition):
         """True if nothing is looked up, recorded or waited for."""
         return not (self.results or self.entry or self.exit or self.may_alias)
 
-    def prologue(self) -> list[str]:
-        if self.is_idle:
-            return []
-        if not self.is_defined:  # all lines of the region are known by now
+    def is_entered(self) -> bool:
+        """Define the region, all of whose lines are known by now. False: there is nothing to enter."""
+        if not (self.is_idle or self.is_defined):
             self.is_defined = True
             idle = tuple(self.position(s) for s in self.idle_streams if s not in self.region.private)
             self.define(
@@ -246,18 +243,15 @@ class RegionNames(Definition):
                 waits_again=tuple(w.token.index for w in self.plan.boundary_waits if self.may_alias),
                 records_again=tuple(self.recorded if self.may_alias else ()),
             )
-        return [self.enter()]
-
-    def epilogue(self) -> list[str]:
-        return [] if self.is_idle else [self.leave()]
+        return not self.is_idle
 
     def write_prologue(self, code: Any) -> None:
-        for line in self.prologue():
-            code.writeline(line)
+        if self.is_entered():
+            code.writeline(self.enter())
 
     def write_epilogue(self, code: Any) -> None:
-        for line in self.epilogue():
-            code.writeline(line)
+        if not self.is_idle:
+            code.writeline(self.leave())
 
     # -- the current stream
 

@@ -25,7 +25,6 @@ from torch._inductor.virtualized import V
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import callers_device, is_copy_stream
-from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, owner_of, stream_operation
 from torch_overlay._inductor.streams.folding import handed_out
 from torch_overlay._inductor.streams.plan import HOST
@@ -39,9 +38,8 @@ if TYPE_CHECKING:
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
     """True if the user forked what this node computes from the caller's stream, and joined it again."""
-    facts = [fact_of(n) for n in fx_origins(node) if node_stream(n)]
-    known = [fact for fact in facts if fact.is_placed]
-    return bool(known) and all(CALLER in (fact.after or ()) and CALLER in fact.promises for fact in known)
+    known = [fact for n in fx_origins(node) if node_stream(n) and (fact := fact_of(n)).is_placed]
+    return bool(known) and all(fact.is_forked_and_joined for fact in known)
 
 
 def _hands_out(region: PlannedRegion) -> bool:
@@ -68,9 +66,9 @@ def follows_one_stream_when_idle(region: PlannedRegion, limit_us: float) -> bool
     placed = {op.stream for op in plan.ops if op.stream is not None}
     if all(callers_device(stream) is not None for stream in placed) or _hands_out(region):
         return False
-    if any(op.stream is not None and is_copy_stream(op.stream) for op in plan.ops):
+    if any(stream == HOST or is_copy_stream(stream) for stream in placed):
         return False
-    if any(op.stream == HOST or op.blocking or op.requires for op in plan.ops):
+    if any(op.blocking or op.requires for op in plan.ops):
         return False
     if any(stream == HOST for event in plan.events for _, stream in event.waits):
         return False

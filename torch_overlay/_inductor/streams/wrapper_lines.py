@@ -75,8 +75,7 @@ class FinallyLine(upstream.WrapperLine):
         code.do_unindent()
         code.writeline("finally:")
         code.do_indent()
-        for statement in self.statements:
-            code.writeline(statement)
+        code.writelines(self.statements)
         code.do_unindent()
 
 

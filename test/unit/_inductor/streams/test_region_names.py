@@ -46,6 +46,16 @@ class RegionNamesTestCase(NumberedCase):
         exec(self.root.header.getvalue(), found)
         return found[names.name].spec
 
+    def prologue(self, names):
+        code = IndentedBuffer()
+        names.write_prologue(code)
+        return code.getvalue().splitlines()
+
+    def epilogue(self, names):
+        code = IndentedBuffer()
+        names.write_epilogue(code)
+        return code.getvalue().splitlines()
+
 
 class TestNames(RegionNamesTestCase):
     def test_streams(self):
@@ -72,7 +82,7 @@ class TestNames(RegionNamesTestCase):
         other = 1_000_001
         names = self.names(0, other, devices=(1, 1))
         self.assertEqual(names.stream(other), "stream0_cuda1")
-        names.prologue()
+        self.prologue(names)
         self.assertEqual(self.spec(names).streams, (of_device(1),))
 
     def test_second_region_of_a_module(self):
@@ -80,8 +90,8 @@ class TestNames(RegionNamesTestCase):
         names = self.names(0, 1)
         found = [names.stream(1), names.event(2), names.object(5), names.multi_stream]
         self.assertEqual(found, ["stream1_1", "ev2_1", "event5_1", "multi_stream_1"])
-        self.assertEqual(names.prologue(), [f"frame1, {', '.join(found[:-1])}, = _region1.enter()"])
-        self.assertEqual(names.epilogue(), ["frame1.leave()"])
+        self.assertEqual(self.prologue(names), [f"frame1, {', '.join(found[:-1])}, = _region1.enter()"])
+        self.assertEqual(self.epilogue(names), ["frame1.leave()"])
         self.assertEqual(len(self.root.imports.getvalue().splitlines()), 1)
 
     def test_statements_of_calls_that_use_the_side_streams(self):
@@ -91,13 +101,13 @@ class TestNames(RegionNamesTestCase):
         self.assertEqual(names.idle_streams, [1, 2])
         self.assertEqual(names.if_multi_stream("f()"), "if multi_stream: f()")
         self.assertEqual(names.stream_of_call(1), "stream1 if multi_stream else None")
-        self.assertEqual(names.prologue(), ["frame0, multi_stream, stream1, = _region0.enter()"])
+        self.assertEqual(self.prologue(names), ["frame0, multi_stream, stream1, = _region0.enter()"])
 
 
 class TestDefinition(RegionNamesTestCase):
     def test_region_that_does_nothing(self):
         names = self.names(0)
-        self.assertEqual((names.prologue(), names.epilogue()), ([], []))
+        self.assertEqual((self.prologue(names), self.epilogue(names)), ([], []))
         self.assertEqual(self.root.header.getvalue(), "")
 
     def test_definition(self):
@@ -113,7 +123,7 @@ class TestDefinition(RegionNamesTestCase):
         names.exit = [(OperationKind.RECORD, 1, 0), (OperationKind.WAIT, 1, 1)]
         names.may_alias = names.find_aliases()
         self.assertEqual(lines, ["ev0.record(stream1_raw)", "event5.wait(stream1)"])
-        self.assertEqual(names.prologue(), ["frame0, ev0, stream1_raw, event5, stream1, = _region0.enter()"])
+        self.assertEqual(self.prologue(names), ["frame0, ev0, stream1_raw, event5, stream1, = _region0.enter()"])
         self.assertExpectedInline(
             self.root.header.getvalue(),
             """\
@@ -134,8 +144,8 @@ _region0 = region(
         """A region is defined once, also where its lines are generated again."""
         names = self.names(0, 1)
         names.stream(1)
-        first = names.prologue()
-        self.assertEqual(names.prologue(), first)
+        first = self.prologue(names)
+        self.assertEqual(self.prologue(names), first)
         self.assertEqual(self.root.header.getvalue().count("_region0"), 1)
 
     def test_streams_that_could_be_one(self):
@@ -158,13 +168,13 @@ _region0 = region(
         names.stream(1)
         for aliases, wanted in (([], ()), ([0, 1], ((5, 1),))):
             names.may_alias, names.is_defined = aliases, False
-            names.prologue()
+            self.prologue(names)
             self.assertEqual(self.spec(names).records_again, wanted)
 
     def test_calls_on_one_stream(self):
         """They need an event to order the side streams after them."""
         names = self.names(0, 1, 2, private=[2])
         names.keep_to_one_stream_when_idle()
-        names.prologue()
+        self.prologue(names)
         spec = self.spec(names)
         self.assertEqual((spec.idle_streams, spec.events), ((1,), 1))

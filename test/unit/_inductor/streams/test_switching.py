@@ -44,14 +44,13 @@ class Emitter:
         self.plan = Plan((), memory=dict(memory))
         self.idle_streams = list(idle_streams)
 
-    def prologue(self):
-        return ["enter()"]
+    def write_prologue(self, code):
+        code.writeline("enter()")
 
-    def epilogue(self):
-        return ["leave()"]
+    def write_epilogue(self, code):
+        code.writeline("leave()")
 
     kernel_call, restores_streams = RegionNames.kernel_call, True
-    write_prologue, write_epilogue = RegionNames.write_prologue, RegionNames.write_epilogue
     switch = RegionNames.switch
 
     def stream(self, stream):
