@@ -217,22 +217,24 @@ static int reserve(Launch *launch, size_t count, size_t size) {
 
 /* Returns 1; 0 if the parameters are too many, or the driver doesn't describe them, or with an error. */
 static int read_parameters(Launch *kernel, const KernelParams *params) {
-    size_t offset, width, count = 0, size = 0;
+    size_t offset[MOST_PARAMETERS + 1], width[MOST_PARAMETERS + 1], count = 0, size = 0;
     Handle function = params->func;
     const unsigned char *packed = NULL, *from;
     if (!function && cu.KernelGetFunction(&function, params->kern)) return 0;
     for (void **extra = params->extra; extra && *extra; extra += 2)
         if (*extra == (void *)BUFFER_POINTER) packed = extra[1];
-    for (; !cu.FuncGetParamInfo(function, count, &offset, &width); count++) {
-        if (count == MOST_PARAMETERS || offset + width > MOST_BYTES) return 0;
-        if (size < offset + width) size = offset + width;
+    for (; !cu.FuncGetParamInfo(function, count, &offset[count], &width[count]); count++) {
+        size_t end = offset[count] + width[count];
+        if (count == MOST_PARAMETERS || end > MOST_BYTES) return 0;
+        if (size < end) size = end;
     }
     if (!reserve(kernel, count, size)) return 0;
+    memcpy(kernel->offset, offset, count * sizeof *offset);
+    memcpy(kernel->width, width, count * sizeof *width);
     for (size_t k = 0; k < count; k++) {
-        cu.FuncGetParamInfo(function, k, &kernel->offset[k], &kernel->width[k]);
-        from = params->arguments ? params->arguments[k] : packed ? packed + kernel->offset[k] : NULL;
+        from = params->arguments ? params->arguments[k] : packed ? packed + offset[k] : NULL;
         if (!from) return 0;
-        memcpy(kernel->block + kernel->offset[k], from, kernel->width[k]);
+        memcpy(kernel->block + offset[k], from, width[k]);
     }
     return 1;
 }

@@ -286,7 +286,7 @@ class RegionReader:
         aliases = {self.storage(a) for o in node.get_outputs() if not is_part(o) for a in o.get_aliases()}
         if aliases and node.is_extern():
             self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
-        # What reads device memory from the host's side runs on the device.
+        # An operation of the host that reads device memory runs on the device.
         on = device if is_gpu(device) else next((d for r in sorted(reads) if is_gpu(d := self.device_of(r))), None)
         gpu, stream, blocking = on is not None, HOST, False
         if on is not None:

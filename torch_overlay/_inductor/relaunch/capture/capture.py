@@ -161,11 +161,11 @@ class Capture:
         number = {address: region for region, (address, _) in enumerate(regions)}
         segments += [Segment(a, among[a], number[self.branches.stands_for(a)]) for a in same]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
-        learned = self.observer.learned(self.astray, self.plan)
+        observer = self.observer
+        learned = observer.learned(self.astray, self.plan)
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = *[(region, 0) for region in range(len(positions))], *[(len(positions) + n, at) for n, at in parts]
-        observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches, self.observer.asked
+        proven = observer.products, observer.results, self.numbers, self.launches, observer.asked
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:

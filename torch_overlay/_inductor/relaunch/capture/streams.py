@@ -83,11 +83,11 @@ def check(model: Any) -> None:
     It may have to order streams of the caller's: a partition orders its side streams against the caller's stream alone,
     and the code around the partition orders them against other streams. Code that is not partitioned does both itself.
     """
-    names = names_in(model)
+    names, namespace = names_in(model), namespace_of(model)
     if found := set(names).intersection(COMMUNICATION):
         message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
         raise Unprovable("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
-    for spec in (getattr(namespace_of(model).get(name), "spec", None) for name in names):
+    for spec in (getattr(namespace.get(name), "spec", None) for name in names):
         if isinstance(spec, RegionSpec) and (spec.objects or orders_others(spec)):
             advice = "torch._inductor.config.graph_partition = True splits that off"
             raise Unprovable("streams", f"it has to order the caller's streams; {advice}")
