@@ -936,6 +936,25 @@ class TestAlignment(RelaunchTestCase):
             self.assertIs(same, x)
             self.assertEqual(x, wanted)
 
+    def test_misaligned_input_that_is_written_beside_a_view_of_it(self):
+        """An earlier partition made the view: the graph may have either address where it writes."""
+        for names, written in (("view, x", 1), ("x, view", 0)):
+            run = self.runner(region(names, "x.add_(1)", "return (view.sum(),)"), mutated=[written])
+            for skew in (0, 0, 4, 8, 0, 4):
+                x = self.at(skew)
+                wanted = x + 1
+                inputs = [x.t().view(torch.int32)] * 2
+                inputs[written] = x
+                self.assertEqual(run(inputs)[0], wanted.view(torch.int32).sum())
+                self.assertEqual(x, wanted)
+
+    def test_misaligned_inputs_in_one_memory_that_are_read_are_copied_apart(self):
+        run = self.runner(region("x, y", "return (x + y,)"))
+        with mock.patch.object(compiled_region, "clone_together", side_effect=AssertionError("together")):
+            for skew in (0, 0, 4):
+                x = self.at(skew)
+                self.assertEqual(run([x, x.t()])[0], x + x.t())
+
     def test_misaligned_buffer_that_a_partition_writes(self):
         """What an operator between two graphs returned is no input of the whole code."""
         graph = SimpleNamespace(partition_maps=[GraphPartitionMap(0, [None], [[]], [])])

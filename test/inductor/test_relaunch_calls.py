@@ -1,10 +1,12 @@
 """Calls of a library as entries: `capture.calls`, `csrc/calls.c`. The library launches on a driver of our own, whose
 captures hold what it launches, and whose launches are recorded."""
 
+import _thread
 import contextlib
 import ctypes
 import functools
 import gc
+import logging
 import threading
 import types
 from unittest import mock
@@ -310,18 +312,19 @@ class TestDevice(TestCase):
         self.assertEqual(device.modes(), -1)
 
     def test_second_thread_of_python_ends_captures(self):
-        device, found = calls.Device(None, torch.empty_strided), []
+        device, found, ended = calls.Device(None, torch.empty_strided), [], threading.Event()
 
-        def ask(register):
-            with mock.patch.object(threading, "enumerate", threading.enumerate if register else lambda: [main]):
-                found.append(device.is_alone())
+        def ask():
+            logging.getLogger("unheard").makeRecord("unheard", 0, "", 0, "", (), None)  # asks for the thread's name
+            found.append(device.is_alone())
+            ended.set()
 
-        main = threading.main_thread()
         self.assertTrue(device.is_alone())
-        for register in (False, True):  # a thread of autograd isn't among Python's
-            thread = threading.Thread(target=ask, args=(register,))
-            thread.start()
-            thread.join()
+        _thread.start_new_thread(ask, ())  # as those of autograd, it isn't Python's
+        self.assertTrue(ended.wait(60))
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
         self.assertEqual(found, [True, False])
         self.assertTrue(device.is_alone())  # the other one has ended
 

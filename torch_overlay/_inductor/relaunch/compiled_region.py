@@ -5,7 +5,8 @@ Compiled code and libraries choose kernels by the alignment of what they read, s
 aligned like those it was captured with, or better. A newly allocated tensor has a higher alignment than any kernel
 checks for. At the first input that is less aligned, but to 16 bytes, the region is captured again, for inputs that are
 all aligned to 16 bytes. An input that is not aligned to 16 bytes is copied, and copied back if the region writes it:
-compiled code couldn't use it at its own address.
+compiled code couldn't use it at its own address. Inputs in one memory, such as the views of an input that an earlier
+partition made, stay in one memory if one of them is written: a graph has the address of any of them in its nodes.
 """
 
 from __future__ import annotations
@@ -48,6 +49,28 @@ def alignment_of(address: int) -> int:
 def clone_flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the strides of the original, including the elements in memory between those of the tensor."""
     return torch.as_strided(_flat(tensor).clone(), tensor.size(), tensor.stride(), 0)
+
+
+def clone_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in one memory, at the same distances as the originals, which are in one memory."""
+    starts = [address_of(t) for t in tensors]
+    first, end = min(starts), max(start + _flat(t).nbytes for start, t in zip(starts, tensors))
+    storage = tensors[0].untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    whole = whole.set_(storage, first - storage.data_ptr(), (end - first,)).clone()
+    copies = []
+    for start, tensor in zip(starts, tensors):
+        copy, offset = torch.empty(0, dtype=tensor.dtype, device=storage.device), (start - first) // tensor.itemsize
+        copies.append(copy.set_(whole.untyped_storage(), offset, tensor.size(), tensor.stride()))
+    return copies
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors overlap, and lie in the same way on bytes that compiled code takes for aligned."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (start, end), (begin, stop) = ((address_of(t), address_of(t) + _flat(t).nbytes) for t in (one, other))
+    return start < stop and begin < end and (start - begin) % LEAST == 0
 
 
 def copy_back(original: torch.Tensor, clone: torch.Tensor) -> None:
@@ -117,10 +140,22 @@ class CompiledRegion:
         """Replace each input, or each at `positions`, that isn't aligned to 16 bytes by a copy, since compiled code
         can't use it. Static inputs stay: the region was compiled for their alignment. Return (position, original, copy)
         of each."""
-        clones = []
-        for k in range(len(inputs)) if positions is None else positions:
-            value = inputs[k]
-            if k not in self.code.static_inputs and address_of(value) % LEAST:
-                inputs[k] = clone_flat(value)
-                clones.append((k, value, inputs[k]))
+        given = range(len(inputs)) if positions is None else positions
+        moved = [k for k in given if k not in self.code.static_inputs and address_of(inputs[k]) % LEAST]
+        clones: Clones = []
+        while moved:
+            together = self._together(moved, inputs)
+            originals = [inputs[k] for k in together]
+            copies = clone_together(originals) if len(together) > 1 else map(clone_flat, originals)
+            for k, original, copy in zip(together, originals, copies):
+                inputs[k] = copy
+                clones.append((k, original, copy))
+            moved = [k for k in moved if k not in together]
         return clones
+
+    def _together(self, moved: Sequence[int], inputs: Sequence[Any]) -> list[int]:
+        """Return the first of these positions, and others whose inputs must have their copies in one memory with it."""
+        together = [moved[0]]
+        for k in together:
+            together += [j for j in moved if j not in together and share_memory(inputs[j], inputs[k])]
+        return together if any(k in self.code.mutated_inputs for k in together) else together[:1]

@@ -131,6 +131,8 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
         prepare(gm.graph, config.fold_branches_below_us, is_backward)
     original(lowering, gm, *args, **kwargs)
     if has_streams:
+        if lowering.cpp_wrapper:  # of which code for the CPU alone couldn't name a stream
+            lowering.add_device_info(torch.device("cuda"))
         assume_unaligned(lowering, inputs_in_parts(gm.graph) | (saved_views(gm.graph) if is_backward else set()))
 
 
