@@ -166,8 +166,10 @@ def run_all(
     quiet: bool = False,
 ) -> list[Result]:
     """Every case, `jobs` at a time; after `limit` seconds no case is started. `seen` is called with each result, and
-    prints what it likes where this is `quiet`.
+    prints what it likes where this is `quiet`. Raises ValueError if there is nobody to run them.
     """
+    if jobs < 1:
+        raise ValueError(f"{len(cases)} cases for {jobs} processes: --jobs is at least 1")
     todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for case in cases:
         todo.put(case)

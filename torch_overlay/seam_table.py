@@ -65,6 +65,12 @@ PATCHES: tuple[Patch, ...] = (
         "one, as a result, lay in the concatenation: who wrote to one of the results changed the other.",
     ),
     Patch(
+        slug="inductor-lazy-kernels",
+        subject="A C++ wrapper launches its own kernels",
+        description="Where two C++ wrappers of a process have a kernel in common, the second one loaded the binary of "
+        "whichever kernel had that name last. Results were wrong, or memory was written that nobody named.",
+    ),
+    Patch(
         slug="inductor-host-constants",
         subject="A constant that is returned on the host is not made on the GPU",
         description="With CUDA graphs, constants of the host that a graph returns, or saves for its backward, came on "
@@ -201,6 +207,15 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="b391e68816c3f097",
         why="An input of a concatenation that is returned through a view is computed in the concatenation's memory.",
         ends="upstream looks at the storages of what the graph returns",
+    ),
+    # ---- inductor-lazy-kernels
+    Seam(
+        target="torch._inductor.runtime.triton_lazy_compile:run_triton_kernel_with_autotune",
+        impl="torch_overlay.upstream_fixes.lazy_kernels:run_triton_kernel_with_autotune",
+        patch="inductor-lazy-kernels",
+        fingerprint="5c5faf5678eaa9a6",
+        why="A kernel that has run before doesn't store its binary, which is looked up by the kernel's name.",
+        ends="upstream stores the binary whenever a wrapper asks for it",
     ),
     # ---- inductor-host-constants
     Seam(
@@ -675,19 +690,18 @@ SEAMS: tuple[Seam, ...] = (
     ),
     # ---- inductor-relaunch
     Seam(
-        target="torch._inductor.compile_fx:_compile_fx_inner",
-        impl="torch_overlay._inductor.relaunch.hooks:compile_fx_inner",
+        target="torch._inductor.compile_fx:",
+        impl="torch_overlay._inductor.relaunch.hooks",
+        kind="module",
         patch="inductor-relaunch",
-        fingerprint="f6d13ac945dfa14c",
-        why="Small tensors in host memory that a graph only reads on the device are kept there.",
-    ),
-    Seam(
-        target="torch._inductor.compile_fx:_recursive_joint_graph_passes",
-        impl="torch_overlay._inductor.relaunch.hooks:joint_graph_passes",
-        patch="inductor-relaunch",
-        fingerprint="c3396b4b184cd743",
-        why="What the device alone reads of a number in host memory is computed there, also what a backward reads.",
+        fingerprint="6526ea3c996a385b",
+        why="Small tensors in host memory that a graph only reads on the device are kept there, and what the device "
+        "alone reads of a number in host memory is computed there, also what a backward reads.",
         ends="upstream moves such numbers to the device before it partitions",
+        methods=(
+            "_compile_fx_inner",
+            "_recursive_joint_graph_passes",
+        ),
     ),
     Seam(
         target="torch._inductor.output_code:",

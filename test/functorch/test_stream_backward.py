@@ -302,6 +302,41 @@ class TestBoundary(TestCase):
         donated = collect_bw_donated_buffer_idxs(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])
 
+    def test_saved_update_of_an_input_is_the_callers_memory(self) -> None:
+        """It is misaligned where the input is, and nothing is written over it."""
+
+        def copies(x: torch.Tensor, y: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+            y.copy_(host, non_blocking=True)
+            return x.clamp(-1, 1) * y
+
+        def updates_a_part(x: torch.Tensor, y: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+            y[:, ::2].add_(host.to("cuda"))
+            return x.clamp(-1, 1) * y
+
+        def computes(x: torch.Tensor, y: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+            y.mul_(2)
+            return x.clamp(-1, 1) * y
+
+        for step, columns, is_callers in ((copies, 64, True), (updates_a_part, 32, True), (computes, 64, False)):
+            text = self.backward_of(step, columns)
+            self.assertEqual(bool(re.search(r"buf\d+ = (copy|slice_scatter\w*|mul); del", text)), not is_callers, text)
+            hints = re.findall(r"'configs': \[\{(.*?)\}\]\}", text)
+            self.assertEqual(all(f"({i},)" in hints[0] for i in range(4)), not is_callers, text)
+
+    def backward_of(self, step: Any, columns: int) -> str:
+        """The backward's code of a step with a stream: of two matrices, and of a pinned one of so many columns."""
+        torch._dynamo.reset()
+        with simulated_gpu(), observe() as seen:
+            side = torch.cuda.Stream()
+
+            def forward(*given: torch.Tensor) -> torch.Tensor:
+                side.wait_stream(torch.cuda.current_stream())
+                return step(*given)
+
+            x, y = torch.empty(64, 64, device="cuda", requires_grad=True), torch.empty(64, 64, device="cuda")
+            torch.compile(forward)(x, y, torch.empty(64, columns, pin_memory=True)).sum().backward()
+        return seen.wrappers[-1]
+
     def test_value_that_a_checkpoint_computes_from_an_input_that_it_writes_to(self) -> None:
         """The policy asks to compute it again, from a value that is gone by then: it is saved."""
 

@@ -35,6 +35,7 @@ TEXTS = {
     "stale_streams": r"the backward on stream \d+ ran on \d+",
     "donated_duplicates": r"\w+ is written over, and \w+ is the same memory",
     "inputs_saved_and_written": "^whole: 6 instead of 2$",
+    "kernels_of_one_name": "^b'other' in place of b'one'$",
     "pinned_buffers": "Only CPU tensors can be pinned",
     "unjoined_gradients": "^the current stream waits for nothing after it$",
     "offloaded_storage": r"the storage of \w+ is gone, and then: ",

@@ -12,7 +12,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -621,7 +623,39 @@ def numbers_drawn_again() -> list[str]:
     return found
 
 
+def kernels_of_one_name() -> list[str]:
+    """A C++ wrapper loads the binary of a kernel that another wrapper has launched before, after a different kernel
+    with its name.
+    """
+    import triton
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.runtime.triton_lazy_compile import run_triton_kernel_with_autotune
+
+    nothing = dict.fromkeys(("def_args", "call_args", "global_scratch", "profile_scratch"))
+    unset = dict.fromkeys(
+        ("_cached_launcher", "_profiler_ctx", "_debug_call", "dump_launch_params", "triton_interpret")
+    )
+
+    def kernel(binary: bytes) -> CachingAutotuner:
+        metadata = {"num_warps": 4, "shared": 0}
+        compiled = SimpleNamespace(metadata=SimpleNamespace(name="k"), **metadata, asm={"cubin": binary})
+        launcher: Any = mock.Mock(bin=compiled, config=triton.Config({}), store_cubin=True, cache_hash="k", **nothing)
+        made: Any = object.__new__(CachingAutotuner)
+        made.__dict__.update(unset, launchers=[launcher], triton_meta={}, _plugins=[], _cache_eligible=True)
+        made.__dict__.update(dump_launch_params=False, dump_launch_tensors=False)
+        made.device_props = SimpleNamespace(type="cuda")
+        made.inductor_meta = {"kernel_name": "k", "use_fast_triton_launcher": False}
+        return made
+
+    kernels, found = {b"one": kernel(b"one"), b"other": kernel(b"other")}, []
+    for wanted in (*kernels, *kernels):  # the first call of a wrapper each
+        loaded = Path(run_triton_kernel_with_autotune({"k": kernels[wanted]}, "k", 0, []).cubin_path).read_bytes()
+        found += [f"{loaded!r} in place of {wanted!r}"] if loaded != wanted else []
+    return found
+
+
 CHECKS = (
+    kernels_of_one_name,
     stale_streams,
     donated_duplicates,
     unjoined_gradients,

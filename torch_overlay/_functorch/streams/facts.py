@@ -76,6 +76,7 @@ class Fact:
     - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of several.
     - `memory`: for a saved value, in the backward graph, the stream whose memory it may be. `is_owned`: it is that
       stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.
+      `in_input`: it may lie in memory of the forward's inputs, which nobody copies or writes over.
     """
 
     after: tuple[Token, ...] | None = None
@@ -92,6 +93,7 @@ class Fact:
     memory: int | None = None
     is_owned: bool = False
     is_computed: bool = False
+    in_input: bool = False
 
     @property
     def is_placed(self) -> bool:

@@ -77,6 +77,13 @@ def is_view_operator(target: Any) -> bool:
     )
 
 
+def is_view_by_call(node: Node) -> bool:
+    """True if generated code calls the operator to make a view, which Inductor has no layout for."""
+    value = node.meta.get("val")
+    is_complex = isinstance(value, torch.Tensor) and value.is_complex() and is_view_operator(node.target)
+    return is_complex or node.target in (torch.ops.aten.view_as_real.default, torch.ops.aten.view.dtype)
+
+
 def base_of(node: Node) -> Node | None:
     """Return the value whose memory a node only names; None for a node that has memory of its own. A view with several
     outputs names its base's memory, and so does each output.

@@ -10,10 +10,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of, note_fact, NOTHING, replace_fact
-from torch_overlay._functorch.streams.fx import node_stream, place_on, readers_of, users_of_memory
+from torch_overlay._functorch.streams.facts import (
+    add_after,
+    add_promised,
+    fact_of,
+    is_placed_program,
+    note_fact,
+    NOTHING,
+    replace_fact,
+)
+from torch_overlay._functorch.streams.fx import (
+    is_view_by_call,
+    node_stream,
+    place_on,
+    readers_of,
+    storage_node,
+    users_of_memory,
+)
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import memory_writer
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
@@ -49,11 +65,35 @@ def _order_late_readers(value: Node, given: Node) -> None:
         add_promised(user, states)
 
 
+_UPDATES = frozenset((torch.ops.aten.copy.default, *_SCATTER_OP_TO_VIEW))
+
+
+def _in_inputs(forward: Graph) -> set[Node]:
+    """Return the values of a program with streams that Inductor may make in an input's own memory: views by calls, and
+    updates that are copied into an input, with the updates below them (`streams.copies_in_place`).
+    """
+    if not is_placed_program(forward):
+        return set()
+    found = {node for node in forward.nodes if is_view_by_call(node)}
+    left = [write.args[1] for write in forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
+    while left:
+        value = left.pop()
+        if (
+            isinstance(value, torch.fx.Node)
+            and (update := storage_node(value)).target in _UPDATES
+            and update not in found
+        ):
+            found.add(update)
+            left += update.args[:2]
+    return found
+
+
 def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:
     """Settle whose memory each saved value is, what its readers wait for, and what waits for them. `unread` maps each
     input of which eager saves nothing to whether it is a parameter, which lives on.
     """
     known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
+    in_inputs = _in_inputs(forward)
     for value in backward.find_nodes(op="placeholder"):
         place_on(value, CALLERS_STREAM)
         replace_fact(value, NOTHING)
@@ -65,6 +105,7 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
             if not unread[writer.name]:
                 for stream in sorted({node_stream(user) for user in users_of_memory(value)}):
                     _record(value, stream)
+        note_fact(value, in_input=saved is not None and not in_inputs.isdisjoint((saved, storage_node(saved))))
         if writer is None or writer.op != "call_function":
             continue
         stream = node_stream(writer)
@@ -113,12 +154,12 @@ def read_unordered(forward: Graph) -> set[str]:
 
 def may_be_donated(forward: Graph, backward: Graph, donated: list[int]) -> list[int]:
     """Return those of the backward's inputs that it may write over: of `donated`, saved values that nobody else has,
-    none that shares its memory with another one, none whose memory may belong to a side stream, and none that a side
-    stream may still read.
+    none that shares its memory with another one, none whose memory may belong to a side stream or to the caller, and
+    none that a side stream may still read.
     """
     inputs = backward.find_nodes(op="placeholder")
     unordered = read_unordered(forward)
-    donated = [i for i in donated if inputs[i].name not in unordered]
+    donated = [i for i in donated if inputs[i].name not in unordered and not fact_of(inputs[i]).in_input]
     memory = [fact_of(n).memory for n in inputs]
     if not any(memory):
         return donated

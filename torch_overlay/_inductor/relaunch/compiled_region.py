@@ -57,7 +57,7 @@ def clone_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     first, end = min(starts), max(start + _flat(t).nbytes for start, t in zip(starts, tensors))
     storage = tensors[0].untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    whole = whole.set_(storage, first - storage.data_ptr(), (end - first,)).clone()
+    whole = whole.set_(storage, first - storage.data_ptr(), (end - first,), (1,)).clone()
     copies = []
     for start, tensor in zip(starts, tensors):
         copy, offset = torch.empty(0, dtype=tensor.dtype, device=storage.device), (start - first) // tensor.itemsize

@@ -58,19 +58,20 @@ def chosen_mode(device_box: Any) -> str:
     return mode
 
 
-def compile_fx_inner(
+def _compile_fx_inner(
     original: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
+    """Rewrite the graph, if it is to have CUDA graphs."""
     if not (are_ours() and is_wanted(kwargs.get("cudagraphs"))):
         return original(gm, example_inputs, *args, **kwargs)
     with rewritten(gm, example_inputs, kwargs.get("is_backward", False)) as inputs:
         return original(gm, inputs, *args, **kwargs)
 
 
-def joint_graph_passes(original: Callable[..., GraphModule], gm: GraphModule, *args: Any, **kwargs: Any) -> GraphModule:
-    """Seam of _recursive_joint_graph_passes: before a graph is partitioned, compute on the device what it reads of
-    numbers in host memory."""
+def _recursive_joint_graph_passes(
+    original: Callable[..., GraphModule], gm: GraphModule, *args: Any, **kwargs: Any
+) -> GraphModule:
+    """Before a graph is partitioned, compute on the device what it reads of numbers in host memory."""
     changed = original(gm, *args, **kwargs)
     if are_ours() and is_wanted(None):
         move_numbers(changed)

@@ -40,7 +40,6 @@ from torch_overlay._functorch.streams.fx import (
     has_streams,
     is_asynchronous_copy,
     is_synchronization,
-    is_view_operator,
     names_of,
     node_stream,
     storage_node,
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
 
 
 _aten = torch.ops.aten
-_VIEWS_BY_CALL = (_aten.view_as_real.default, _aten.view.dtype)
 IN_PLACE = "stream_in_place"  # in `meta`, of a value whose memory is written in place
 READ_LATER = "stream_read_later"  # in `meta`, of a copy to the host that goes into new memory, which the host copies
 
@@ -490,16 +488,9 @@ def inputs_in_parts(graph: Graph) -> set[str]:
     return {str(memory.target) for write in writes if (memory := storage_node(write.args[0])).op == "placeholder"}
 
 
-def saved_views(graph: Graph) -> set[str]:
-    """Return the names of a backward's inputs that are saved views by calls (`_conj`, `view_as_real`), which forwards
-    make of the caller's memory, not of an aligned copy.
-    """
-
-    def is_by_call(operator: Any, value: Any) -> bool:
-        return operator in _VIEWS_BY_CALL or is_view_operator(operator) and value.is_complex()
-
-    inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
-    return {str(n.target) for n in inputs if is_by_call(n.meta.get("original_aten"), n.meta["val"])}
+def saved_in_inputs(graph: Graph) -> set[str]:
+    """Return the names of a backward's inputs that may lie in memory of the forward's, and not in an aligned copy."""
+    return {str(n.target) for n in graph.find_nodes(op="placeholder") if fact_of(n).in_input}
 
 
 def assume_unaligned(graph: Any, names: set[str]) -> None:

@@ -25,7 +25,7 @@ from torch_overlay._inductor.streams.copies_in_place import (
     IN_PLACE,
     inputs_in_parts,
     make_copies_in_place,
-    saved_views,
+    saved_in_inputs,
     write_back_parts,
 )
 from torch_overlay._inductor.streams.folding import fold_branches
@@ -132,8 +132,10 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     original(lowering, gm, *args, **kwargs)
     if has_streams:
         if lowering.cpp_wrapper:  # of which code for the CPU alone couldn't name a stream
-            lowering.add_device_info(torch.device("cuda"))
-        assume_unaligned(lowering, inputs_in_parts(gm.graph) | (saved_views(gm.graph) if is_backward else set()))
+            lowering.device_types.add("cuda")
+        assume_unaligned(lowering, inputs_in_parts(gm.graph))
+    if is_backward:
+        assume_unaligned(lowering, saved_in_inputs(gm.graph))
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:

@@ -32,14 +32,15 @@ def as_written(forward: Callable[..., object], train: str, loads: str) -> str:
     return f"def build(k):\n{made}\n    def fn({inputs}):\n{textwrap.indent(body, '    ')}\n    return {call}\n"
 
 
-def found(forward: Any = None, *, train: str = "", loads: str = "") -> Any:
+def found(forward: Any = None, *, train: str = "", loads: str = "", misaligned: bool = False) -> Any:
     """Keeps a program as text, as `writer` writes it. Parameters ahead of the `/` are made outside of the program.
 
     `train`: the position of the input that has a gradient, or None. `loads`: the caller fills the inputs at these
-    positions on the first stream. A function of `k` is a build function already.
+    positions on the first stream. `misaligned`: it passes inputs that no vector load may read. A function of `k` is a
+    build function already.
     """
     if forward is None:
-        return lambda forward: found(forward, train=train, loads=loads)
+        return lambda forward: found(forward, train=train, loads=loads, misaligned=misaligned)
     text = as_written(forward, train, loads)
     inputs = tuple(re.findall(r"\w+", re.search(r"def fn\((.*)\)", text)[1]))
     told, blocks = host_waits(text)
@@ -53,7 +54,7 @@ def found(forward: Any = None, *, train: str = "", loads: str = "") -> Any:
         fullgraph="graph_break" not in text and ".item()" not in text,
         host_waits=told,
         host_blocks=blocks,
-        misaligned="loads=" in text,
+        misaligned=misaligned or "loads=" in text,
         loads="loads=" in text,
     )
 

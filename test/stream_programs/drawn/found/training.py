@@ -41,6 +41,30 @@ def concatenation_behind_the_partitions_that_compute_its_parts(s1, e2, w0, buffe
     return v4, v5, v6, v7
 
 
+@found(train="None", misaligned=True)
+def complex_input_that_a_later_partition_writes_beside_a_view_of_it(w0, /, x, z, out):
+    torch.view_as_real(z).mul_(2)
+    z.real.clamp_(-2, 2)
+    z.imag.clamp_(-2, 2)
+    out.copy_(x, non_blocking=True)
+    v1 = torch.empty(32, 32, device="cuda")
+    v1.copy_(out, non_blocking=True)
+    v2 = x @ w0
+    z.real.add_(v1)
+    z.real.clamp_(-2, 2)
+    z.imag.clamp_(-2, 2)
+    return v1, v2
+
+
+@found(train="0", misaligned=True)
+def copy_into_a_saved_input(s1, /, x, y, out, ready):
+    s1.wait_event(ready)
+    y.copy_(out, non_blocking=True)
+    v1 = x.clamp(-1, 1) * y
+    v2 = x.cumsum(0)
+    return v1, v2
+
+
 @found(train="0")
 def copy_into_an_input_of_what_dies_at_a_graph_break(s1, s2, s3, e2, w0, buffer, /, x, pinned):
     s3.synchronize()
