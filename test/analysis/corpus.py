@@ -63,17 +63,16 @@ def check_program(
     if program.options:
         options = {**(torch._inductor.list_mode_options(mode, program.dynamic) if mode else {}), **program.options}
     with simulated_gpu(2), config.patch(fold_branches_below_us=threshold), quiet(), placement_checked():
-        instance = program.instance(program.compiler(mode) if program.frames else None, sleeps)
         # A program whose oracle runs on one stream makes its streams for the compiled form only.
-        if program.ordered and not program.frames:
-            instance = program.instance(program.compiler(mode), sleeps)
+        is_compiled = program.frames or program.ordered
+        instance = program.instance(program.compiler(mode) if is_compiled else None, sleeps)
         return check(
             instance.fn,
             *program.make_inputs("cuda", torch.Generator().manual_seed(1)),
             mode=None if options else mode,
             options=options,
             dynamic=program.dynamic,
-            compile=not program.frames,
+            compile=not is_compiled,
             fullgraph=program.fullgraph,
             devices=2,
             **kwargs,

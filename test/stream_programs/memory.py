@@ -36,7 +36,9 @@ def last_reader_on_another_stream(side, sleep, /, x, y):
 
 
 def read_elsewhere(side: torch.cuda.Stream, sleep: Any, make: Any, make_more: Any, x: torch.Tensor) -> Any:
-    """Memory of the side stream is last read on the current one, long before the side stream makes more."""
+    """Memory of the side stream is last read on the current one, long before the side stream makes more; in eager that
+    is a race.
+    """
     fork(side)
     with torch.cuda.stream(side):
         a = make(x)
@@ -53,6 +55,7 @@ def read_elsewhere(side: torch.cuda.Stream, sleep: Any, make: Any, make_more: An
 @program(
     "memory of a side stream, last read on the current one, is taken by the side stream again",
     matrices(1, low=-1, high=1),
+    ordered=True,
 )
 def side_memory_read_elsewhere(side, sleep, /, x):
     return read_elsewhere(side, sleep, lambda x: x @ x, lambda x: (x.t() @ x) @ x, x)
@@ -61,6 +64,7 @@ def side_memory_read_elsewhere(side, sleep, /, x):
 @program(
     "outputs of one kernel, read on another stream, are taken for memory of the current one",
     tensors(whole_numbers(64, 256, low=-50, high=50)),
+    ordered=True,
 )
 def several_outputs_read_elsewhere(side, sleep, /, x):
     fork(side)
@@ -78,13 +82,13 @@ def several_outputs_read_elsewhere(side, sleep, /, x):
     return a, b
 
 
-@program("outputs of a custom operator are taken for memory of the current stream")
+@program("outputs of a custom operator are taken for memory of the current stream", ordered=True)
 def operator_output_read_elsewhere(side, sleep, /, x):
     double = torch.ops.overlay_test.double
     return read_elsewhere(side, sleep, double, lambda x: double(double(x)), x)
 
 
-@program("results of a nested region, read on another stream", matrices(1, low=-1, high=1))
+@program("results of a nested region, read on another stream", matrices(1, low=-1, high=1), ordered=True)
 def region_output_read_elsewhere(k: Kit) -> Any:
     side, sleep, weight = k.stream(), k.sleep, torch.sign(k.parameter(64, 64))
 

@@ -36,8 +36,9 @@ class TestSoak(unittest.TestCase):
     def test_growth_counts_from_the_last_capture(self) -> None:
         warm = samples(reserved=[2.0, 8.0, 8.0, 8.0], captures=[3, 5, 5, 5])
         self.assertEqual(soak.growth(warm), {})
-        late = samples(reserved=[2.0, 2.0, 2.0, 2.0], captures=[3, 3, 3, 5])
-        self.assertEqual(soak.growth(late), {"captures": 2})
+        late = {"reserved": [2.0, 2.0, 2.0, 2.0], "captures": [3, 3, 3, 5]}
+        self.assertEqual(soak.growth(samples(**late)), {})  # a size whose turn has come
+        self.assertEqual(soak.growth(samples(**late, **{"captured again": [0, 0, 0, 1]})), {"captured again": 1})
 
     def test_programs_run_and_agree(self) -> None:
         status, text = run("training", "many sizes", "in place")
