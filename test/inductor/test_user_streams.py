@@ -27,7 +27,7 @@ from torch_overlay._inductor.streams import runtime
 from torch_overlay._inductor.streams.region_spec import RegionSpec
 from torch_overlay._inductor.streams.runtime import aligned, EventFrame, EventRegion, write_back
 from torch_overlay.analysis import check_wrapper
-from torch_overlay.testing import Compiled, observe, simulated_gpu
+from torch_overlay.testing import compile_only, Compiled, observe, simulated_gpu
 
 
 FORWARD = [p for p in PROGRAMS if not p.name.startswith("train_")]  # the others: test/functorch
@@ -329,6 +329,33 @@ free buf3 (stream 0) after exit
 free buf4 (stream 0) after exit
 """,
         )
+
+    def test_events_are_recorded_once_unless_somebody_may_look_between(self) -> None:
+        with simulated_gpu():
+            side, done, other = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event()
+
+            def records(between: Any) -> int:
+                def fn(x: torch.Tensor) -> Any:
+                    side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        a = x @ x
+                        done.record()
+                        seen = between(a)
+                        b = a @ x
+                        done.record()
+                    torch.cuda.current_stream().wait_event(done)
+                    return a + b, seen
+
+                torch._dynamo.reset()
+                (wrapper,) = compile_only(fn, torch.empty(64, 64, device="cuda")).wrappers
+                return len(re.findall(r"event\d+\.record\(", wrapper))
+
+            self.assertEqual(records(lambda a: a), 1)
+            self.assertEqual(records(lambda a: torch.cuda.current_stream().wait_event(done)), 1)
+            self.assertEqual(records(lambda a: other.record()), 2)  # one of each event
+            self.assertEqual(records(lambda a: done.synchronize()), 2)
+            self.assertEqual(records(lambda a: done.query()), 2)
+            self.assertEqual(records(lambda a: torch.ops.overlay_test.double(a)), 2)
 
     def test_diamond_reuses_no_memory_across_streams_178549(self) -> None:
         self.assertExpectedInline(

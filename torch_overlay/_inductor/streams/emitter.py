@@ -17,10 +17,12 @@ from __future__ import annotations
 import os
 from typing import Any, TYPE_CHECKING
 
+import torch
 import torch._inductor.config as inductor_config
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
+from torch._library.utils import is_builtin
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.fx import is_stream_operator
@@ -28,7 +30,7 @@ from torch_overlay._functorch.streams.ids import callers_device, copy_device, is
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.graph_results import results_are_in_pool
 from torch_overlay._inductor.notes import ScheduleNotes
-from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of
+from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of, stream_operation
 from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
@@ -72,6 +74,7 @@ class RegionEmitter(RegionNames):
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.node: BaseSchedulerNode | None = None  # the node whose lines are being written
         self.aligned = self.aligned_inputs(self)
+        self.unseen = self.unseen_records()
 
     # -- records and waits
 
@@ -129,6 +132,28 @@ class RegionEmitter(RegionNames):
             if at_entry == (event.after == ENTRY and stream != HOST and position == 0):
                 found.append((kind, event.index, stream))
         return found
+
+    def unseen_records(self) -> set[BaseSchedulerNode]:
+        """Return the records of the caller's events that nobody outside can see: the region records the event again,
+        and nothing between asks for it. Its own waits are for events of its own.
+        """
+        unseen: set[BaseSchedulerNode] = set()
+        last: dict[Any, BaseSchedulerNode] = {}
+        asked = {(wait.before, wait.token.index) for wait in self.plan.boundary_waits}
+        for node, here in self.region.index.items():
+            operation = stream_operation(node)
+            kind = operation._opname if operation is not None else ""
+            if kind in _METHODS_OF_EVENTS:
+                number = node.node.constant_args[0]
+                before = last.pop(number, None)
+                if kind == "record_event":
+                    last[number] = node
+                    since = range(self.region.index[before] + 1, here + 1) if before is not None else ()
+                    if before is not None and not any((i, number) in asked for i in since):
+                        unseen.add(before)
+            elif kind not in (*_METHODS_OF_STREAMS, "record_stream") if kind else _may_ask(node.node):
+                last.clear()
+        return unseen
 
     def write_boundary_waits(self, position: int) -> None:
         for wait in self.plan.boundary_waits:
@@ -252,6 +277,8 @@ class RegionEmitter(RegionNames):
         if kind in _METHODS_OF_EVENTS:
             number, streams = node.constant_args[0], streams[1:]
             if kind == "record_event":
+                if self.node in self.unseen:
+                    return True
                 self.recorded[number, self.position(*streams)] = None
             self.write_object_method(number, _METHODS_OF_EVENTS[kind], *streams)
         elif kind in _METHODS_OF_STREAMS:
@@ -267,6 +294,14 @@ class RegionEmitter(RegionNames):
         else:
             return False
         return True
+
+
+def _may_ask(kernel: Any) -> bool:
+    """True if code that isn't PyTorch's runs for a kernel, or a graph of its own."""
+    operator = getattr(kernel, "op_overload", None)
+    if isinstance(operator, torch._ops.OpOverload):
+        return not is_builtin(operator)
+    return isinstance(kernel, (ir.InvokeSubgraph, ir.Switch, ir.WhileLoop))
 
 
 def _is_pinned(buffer: Any) -> bool:
