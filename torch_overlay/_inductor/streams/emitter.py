@@ -135,22 +135,19 @@ class RegionEmitter(RegionNames):
 
     def unseen_records(self) -> set[BaseSchedulerNode]:
         """Return the records of the caller's events that nobody outside can see: the region records the event again,
-        and nothing between asks for it. Its own waits are for events of its own.
+        and nothing between asks for it. Its own waits are for events of its own, and none is for the caller's event
+        behind a record of it (`planner`).
         """
         unseen: set[BaseSchedulerNode] = set()
         last: dict[Any, BaseSchedulerNode] = {}
-        asked = {(wait.before, wait.token.index) for wait in self.plan.boundary_waits}
-        for node, here in self.region.index.items():
+        for node in self.region.index:
             operation = stream_operation(node)
             kind = operation._opname if operation is not None else ""
             if kind in _METHODS_OF_EVENTS:
-                number = node.node.constant_args[0]
-                before = last.pop(number, None)
+                before = last.pop(number := node.node.constant_args[0], None)
                 if kind == "record_event":
                     last[number] = node
-                    since = range(self.region.index[before] + 1, here + 1) if before is not None else ()
-                    if before is not None and not any((i, number) in asked for i in since):
-                        unseen.add(before)
+                    unseen |= {before} if before is not None else set()
             elif kind not in (*_METHODS_OF_STREAMS, "record_stream") if kind else _may_ask(node.node):
                 last.clear()
         return unseen
