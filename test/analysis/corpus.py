@@ -80,8 +80,10 @@ def check_program(
 
 
 def findings(report: Report) -> list[str]:
-    """What is wrong with a program of the corpus: races, and what eager promises and the compiled code doesn't keep."""
-    return [*(p.text for p in report.lost), *(describe(race) for race in report.races)]
+    """What is wrong with a program of the corpus: races, what eager promises and the compiled code doesn't keep, and
+    other faults.
+    """
+    return [*(p.text for p in report.lost), *(describe(race) for race in report.races), *report.faults]
 
 
 def needless(program: Program, report: Report) -> list[str]:

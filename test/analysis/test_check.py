@@ -551,6 +551,50 @@ lost: after call 1, s1 may read output 0
         )
 
     @simulated_gpu()
+    def test_backward_that_writes_over_a_tensor_of_the_caller(self) -> None:
+        side, x = torch.cuda.Stream(), torch.empty(64, 64, device="cuda", requires_grad=True)
+        count, y = torch.empty(1, device="cuda"), torch.empty(64, 64, device="cuda")
+
+        class Counts(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                count.add_(1)
+                return gradient
+
+        def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            return x.clamp(-1, 1) * y
+
+        def into_saved(text: str) -> str:
+            return re.sub(r"buf0 = empty_strided_cuda\(.*", "buf0 = primals_2", text) if "tangents_1" in text else text
+
+        self.assertTrue(check(fn, x, y, backward=True).ok)
+        report = check(fn, x, y, backward=True, rewrite=into_saved)
+        self.assertEqual(report.faults, ("input 1 is written over: the backward writes it, and eager's does not",))
+        self.assertIn(f"{report.faults[0]}\n", str(report))
+        with self.assertRaises(RaceError):
+            report.raise_if_any()
+        # What eager's backward writes, too.
+        self.assertTrue(check(lambda x, y: Counts.apply(x) * 2, x, y, backward=True, compile=False).ok)
+
+    @simulated_gpu()
+    def test_misaligned_input_that_a_kernel_takes_for_aligned(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            return x.sin() @ x
+
+        self.clean(fn, inputs()[0])
+        report = check(fn, inputs()[0], rewrite=without(r"\n *\w+ = copy_if_misaligned\(.*\)"))
+        fault = "input 0 is misaligned, where triton_poi_fused_sin_0 counts on its alignment"
+        self.assertEqual(report.faults, (fault,))
+
+    @simulated_gpu()
     def test_autograd_adds_up_gradients_that_come_from_another_stream(self) -> None:
         """The engine orders the sum after what produces the gradients, and tells the allocator that it reads them."""
         side = torch.cuda.Stream()

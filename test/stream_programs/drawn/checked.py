@@ -27,7 +27,7 @@ class Invalid(AssertionError):
 
 
 class Wrong(AssertionError):
-    """`kind` is race, unwritten, lost or redundant."""
+    """`kind` is race, unwritten, fault, lost or redundant."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -154,7 +154,8 @@ def findings(
         if (p.call, p.value) not in parts or not (p.what == "overwrite" or p.who.startswith("event"))
     ]
     blank = [("unwritten", text) for trace in found.traces for text in unwritten(trace.operations)]
-    return [*races, *blank, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]
+    faults = [("fault", text) for text in found.faults]
+    return [*races, *blank, *faults, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]
 
 
 def check_compiled(

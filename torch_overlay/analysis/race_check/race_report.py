@@ -6,7 +6,8 @@
 
 `races` are pairs of accesses that nothing orders, `redundant` lists events that order nothing, and `boundary` lists
 what the code around a call may rely on, in eager and in the compiled code. A promise in `boundary` is lost if eager
-makes it and the compiled code does not keep it.
+makes it and the compiled code does not keep it. `faults` says which tensors of the caller a compiled backward writes
+that eager's does not, and which misaligned ones a kernel takes for aligned.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RaceError(RuntimeError):
-    """Raised by `Report.raise_if_any` for a race; the text is the report's."""
+    """Raised by `Report.raise_if_any` for a race or another fault; the text is the report's."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -87,6 +88,7 @@ class Report:
     # Races of eager's own run with a backward, in which the engine may drop memory that another stream still reads
     in_eager: tuple[Race, ...] = field(default=(), repr=False)
     eager_races: tuple[Race, ...] = ()  # races of eager's own run without a backward
+    faults: tuple[str, ...] = ()
 
     @property
     def lost(self) -> list[Promise]:
@@ -95,10 +97,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if the compiled code has no race and loses no promise. Redundant events cost time, and break nothing.
-        Eager's own races are in `eager_races`: the compiled code may be ordered where the program in eager is not.
+        """True if the compiled code has no race, loses no promise, and has no other fault. Redundant events cost time,
+        and break nothing. Eager's own races are in `eager_races`: the compiled code may be ordered where the program in
+        eager is not.
         """
-        return not (self.races or self.lost)
+        return not (self.races or self.lost or self.faults)
 
     @property
     def unchecked(self) -> str:
@@ -114,7 +117,7 @@ class Report:
     def raise_if_any(self) -> None:
         """Raise `RaceError` if there is a race, and `LostPromiseError` if there is a lost promise only."""
         if not self.ok:
-            raise (RaceError if self.races else LostPromiseError)(self)
+            raise (RaceError if self.races or self.faults else LostPromiseError)(self)
 
     def __str__(self) -> str:
         lines = []
@@ -128,6 +131,7 @@ class Report:
         for promise in self.lost:
             alike.setdefault(promise.because, []).append(promise)
         lines += map(_describe_lost, alike.values())
+        lines += self.faults
         lines += [f"redundant: {r.what}: {r.why}" + (f"\n  {r.site}" if r.site else "") for r in self.redundant]
         lines += [f"note: {text}" for text in self.notes]
         counts = [_races(self.races, found)] if self.races or not self.lost else []

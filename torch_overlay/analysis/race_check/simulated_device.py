@@ -108,6 +108,8 @@ class SimulatedDevice:
         self.asked_idle = False
         self.ran_backward = False
         self.in_backward = 0  # nesting depth of backwards
+        self.written_in_backward: set[str] = set()  # names of the caller's memory
+        self.taken_for_aligned: dict[str, str] = {}  # misaligned inputs -> a kernel that takes them for aligned
         # Storage of a gradient that autograd's engine adds to others -> (stream, event) of all their producers
         self.gradients: dict[int, list[tuple[str, str]]] = {}
         self.before_backward: Callable[[], None] | None = None  # the surrounding code's work before a backward
@@ -398,9 +400,19 @@ class SimulatedDevice:
         if self.graph_stream is not None and stream != HOST:
             stream = self.graph_stream
         found = accesses(self._views(reads), self._views(writes))
+        where = site()
+        if self.in_backward and (self.seen is None or where.startswith("wrapper")):  # the engine adds up gradients
+            callers = {name for _, name in self.outside.values()}
+            self.written_in_backward |= callers.intersection(a.view.memory.name for a in found if a.writes)
         if self.capture is not None and stream != HOST:
             found += (Access(View(self.capture), True, False),)
-        self.trace.add(Launch(name, stream, found, user_line() if line is None else line, site()))
+        self.trace.add(Launch(name, stream, found, user_line() if line is None else line, where))
+
+    def expect_aligned(self, tensor: torch.Tensor, kernel: str) -> None:
+        """Note a kernel that is compiled for an address that is a multiple of 16."""
+        name = self.memory(tensor).name
+        if self.misaligned and name.startswith("input ") and tensor.is_cuda and self.is_listening():
+            self.taken_for_aligned.setdefault(name, kernel)
 
     def _views(self, touched: Sequence[torch.Tensor | View]) -> list[View]:
         whole = (part for part in touched if isinstance(part, View) or part.numel())

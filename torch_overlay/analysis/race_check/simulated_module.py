@@ -156,6 +156,8 @@ class _Triton:
         # If nothing else is known of a kernel, its stores through computed pointers may go anywhere.
         self.anywhere = not named and bool(stored)
         self.ranges = KernelRanges(source)
+        hints = re.findall(r"\((\d+),\): \[\['tt.divisibility', 16\]\]", source)
+        self.aligned = {self.parameters[int(i)] for i in hints if int(i) < len(self.parameters)}
 
     def run(self, *values: Any, stream: int, **kwargs: Any) -> None:
         given = dict(zip(self.parameters, values)) | kwargs
@@ -168,6 +170,8 @@ class _Triton:
                 writes += _touched(self.device, value, self.ranges.of(parameter, "store", numbers))
             if not written or not re.fullmatch(r"out_ptr\d+", parameter):
                 reads += _touched(self.device, value, self.ranges.of(parameter, "load", numbers))
+            if parameter in self.aligned:
+                self.device.expect_aligned(value, self.name)
         on_device = next((t for t in tensors.values() if t.is_cuda), None)
         index = torch._C._accelerator_getDeviceIndex() if on_device is None else on_device.device.index or 0
         self.device.launch(self.name, self.device.stream_name(stream, index), reads, writes)
