@@ -144,7 +144,8 @@ class RegionEmitter(RegionNames):
             operation = stream_operation(node)
             kind = operation._opname if operation is not None else ""
             if kind in _METHODS_OF_EVENTS:
-                before = last.pop(number := node.node.constant_args[0], None)
+                kernel: Any = node.node
+                before = last.pop(number := kernel.constant_args[0], None)
                 if kind == "record_event":
                     last[number] = node
                     unseen |= {before} if before is not None else set()

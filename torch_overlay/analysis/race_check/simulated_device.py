@@ -409,9 +409,13 @@ class SimulatedDevice:
         self.trace.add(Launch(name, stream, found, user_line() if line is None else line, where))
 
     def expect_aligned(self, tensor: torch.Tensor, kernel: str) -> None:
-        """Note a kernel that is compiled for an address that is a multiple of 16."""
+        """Note a kernel that is compiled for an address that is a multiple of 16. Partitions get aligned copies of the
+        inputs that they write from whoever runs them.
+        """
+        if not self.misaligned or self.has_partitions or not tensor.is_cuda or not self.is_listening():
+            return
         name = self.memory(tensor).name
-        if self.misaligned and name.startswith("input ") and tensor.is_cuda and self.is_listening():
+        if name.startswith("input "):
             self.taken_for_aligned.setdefault(name, kernel)
 
     def _views(self, touched: Sequence[torch.Tensor | View]) -> list[View]:
