@@ -62,14 +62,14 @@ class EagerOrder:
     tensors that the caller must not write between calls, because that would race in eager. `recorded_on`: allocation
     streams of outputs on which the caller must call `record_stream`, because the allocator would reuse their memory
     during the caller's reads. `races`: eager's races (approximate with a backward: the engine's accumulation is not
-    modelled in full). `written`: the caller's memory that backwards write (None: not known).
+    modelled in full). `written`: the caller's memory that is written, and in which part of a step (None: not known).
     """
 
     promises: Promises | None = None
     keeps: frozenset[str] = frozenset()
     recorded_on: frozenset[str] = frozenset()
     races: tuple[Race, ...] = ()
-    written: frozenset[str] | None = None
+    written: frozenset[tuple[str, str]] | None = None
 
 
 def check(
@@ -119,7 +119,7 @@ def check(
         device.checks_captures = True
         if eager:
             before = _in_eager(device, fn, args, calls, backward, notes)
-        device.written_in_backward.clear()
+        device.written.clear()
         events = frozenset(device.events.values())  # the events that eager code used
         torch._dynamo.reset()
         traces: list[Trace] = []
@@ -137,14 +137,10 @@ def check(
                     in_each_way(device, run, traces, misaligned)
             context = Context.of(device, caller.current, before.promises, events & set(device.events.values()))
     report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
-    over = device.written_in_backward.difference(
-        device.written_in_backward if before.written is None else before.written
-    )
-    faults = [f"{name} is written over: the backward writes it, and eager's does not" for name in sorted(over)]
-    faults += [
-        f"{name} is misaligned, where {kernel} counts on its alignment"
-        for name, kernel in device.taken_for_aligned.items()
-    ]
+    over = device.written - before.written if before.written is not None else ()
+    faults = [f"{name} is written over: the {part} writes it, and eager's does not" for name, part in sorted(over)]
+    unaligned = device.taken_for_aligned.items()
+    faults += [f"{name} is misaligned, where {kernel} counts on its alignment" for name, kernel in unaligned]
     report = replace(report, faults=tuple(faults))
     if device.ran_backward:
         return replace(report, in_eager=before.races)
@@ -216,7 +212,7 @@ def _in_eager(
     taken = [r for r in by_caller if r.kind == "reuse" and r.first.view.memory in caller.outputs]
     races = [r for r in found.races if r.second.view.memory.name not in keeps and r not in taken]
     recorded_on = {r.first.view.memory.stream for r in taken}
-    written = frozenset(device.written_in_backward)
+    written = frozenset(device.written)
     return EagerOrder(promises, frozenset(keeps), frozenset(recorded_on), tuple(races), written)
 
 

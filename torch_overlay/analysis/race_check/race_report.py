@@ -6,8 +6,8 @@
 
 `races` are pairs of accesses that nothing orders, `redundant` lists events that order nothing, and `boundary` lists
 what the code around a call may rely on, in eager and in the compiled code. A promise in `boundary` is lost if eager
-makes it and the compiled code does not keep it. `faults` says which tensors of the caller a compiled backward writes
-that eager's does not, and which misaligned ones a kernel takes for aligned.
+makes it and the compiled code does not keep it. `faults` says which tensors of the caller the compiled code writes
+and eager does not, and which misaligned ones a kernel takes for aligned.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class SimulatedDevice:
         self.asked_idle = False
         self.ran_backward = False
         self.in_backward = 0  # nesting depth of backwards
-        self.written_in_backward: set[str] = set()  # names of the caller's memory
+        self.written: set[tuple[str, str]] = set()  # names of the caller's memory, each with "forward" or "backward"
         self.taken_for_aligned: dict[str, str] = {}  # misaligned inputs -> a kernel that takes them for aligned
         # Storage of a gradient that autograd's engine adds to others -> (stream, event) of all their producers
         self.gradients: dict[int, list[tuple[str, str]]] = {}
@@ -401,9 +401,9 @@ class SimulatedDevice:
             stream = self.graph_stream
         found = accesses(self._views(reads), self._views(writes))
         where = site()
-        if self.in_backward and (self.seen is None or where.startswith("wrapper")):  # the engine adds up gradients
-            callers = {name for _, name in self.outside.values()}
-            self.written_in_backward |= callers.intersection(a.view.memory.name for a in found if a.writes)
+        if self.seen is None or where.startswith("wrapper"):  # the engine adds up gradients
+            callers, part = {name for _, name in self.outside.values()}, "backward" if self.in_backward else "forward"
+            self.written |= {(m, part) for a in found if a.writes and (m := a.view.memory.name) in callers}
         if self.capture is not None and stream != HOST:
             found += (Access(View(self.capture), True, False),)
         self.trace.add(Launch(name, stream, found, user_line() if line is None else line, where))
