@@ -80,9 +80,7 @@ def check_program(
 
 
 def findings(report: Report) -> list[str]:
-    """What is wrong with a program of the corpus: races, what eager promises and the compiled code doesn't keep, and
-    other faults.
-    """
+    """Return the findings of a program of the corpus: races, promises of eager that are lost, and other faults."""
     return [*(p.text for p in report.lost), *(describe(race) for race in report.races), *report.faults]
 
 

@@ -578,7 +578,7 @@ lost: after call 1, s1 may read output 0
         self.assertIn(f"{report.faults[0]}\n", str(report))
         with self.assertRaises(RaceError):
             report.raise_if_any()
-        # What eager's backward writes, too.
+        # Eager's backward writes the count, too.
         self.assertTrue(check(lambda x, y: Counts.apply(x) * 2, x, y, backward=True, compile=False).ok)
 
     @simulated_gpu()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
@@ -75,14 +75,11 @@ def _in_inputs(forward: Graph) -> set[Node]:
     if not is_placed_program(forward):
         return set()
     found = {node for node in forward.nodes if is_view_by_call(node)}
-    left = [write.args[1] for write in forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
+    writes = forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    left: list[Any] = [write.args[1] for write in writes]
     while left:
-        value = left.pop()
-        if (
-            isinstance(value, torch.fx.Node)
-            and (update := storage_node(value)).target in _UPDATES
-            and update not in found
-        ):
+        update = storage_node(left.pop())
+        if update.target in _UPDATES and update not in found:
             found.add(update)
             left += update.args[:2]
     return found

@@ -141,15 +141,15 @@ class RegionEmitter(RegionNames):
         unseen: set[BaseSchedulerNode] = set()
         last: dict[Any, BaseSchedulerNode] = {}
         for node in self.region.index:
-            operation = stream_operation(node)
-            kind = operation._opname if operation is not None else ""
-            if kind in _METHODS_OF_EVENTS:
+            operation: Any = stream_operation(node)
+            if operation is not None and operation._opname in _METHODS_OF_EVENTS:
                 kernel: Any = node.node
-                before = last.pop(number := kernel.constant_args[0], None)
-                if kind == "record_event":
+                earlier = last.pop(number := kernel.constant_args[0], None)
+                if operation._opname == "record_event":
                     last[number] = node
-                    unseen |= {before} if before is not None else set()
-            elif kind not in (*_METHODS_OF_STREAMS, "record_stream") if kind else _may_ask(node.node):
+                    if earlier is not None:
+                        unseen.add(earlier)
+            elif _may_ask(node):
                 last.clear()
         return unseen
 
@@ -294,12 +294,17 @@ class RegionEmitter(RegionNames):
         return True
 
 
-def _may_ask(kernel: Any) -> bool:
-    """True if code that isn't PyTorch's runs for a kernel, or a graph of its own."""
-    operator = getattr(kernel, "op_overload", None)
+def _may_ask(node: BaseSchedulerNode) -> bool:
+    """True for an operation that may look at any event: it asks a stream or an event, is a graph of its own, or runs
+    code that isn't PyTorch's.
+    """
+    operation = stream_operation(node)
+    if operation is not None:
+        return operation._opname not in (*_METHODS_OF_STREAMS, "record_stream")
+    operator = getattr(node.node, "op_overload", None)
     if isinstance(operator, torch._ops.OpOverload):
         return not is_builtin(operator)
-    return isinstance(kernel, (ir.InvokeSubgraph, ir.Switch, ir.WhileLoop))
+    return isinstance(node.node, (ir.InvokeSubgraph, ir.Switch, ir.WhileLoop))
 
 
 def _is_pinned(buffer: Any) -> bool:
