@@ -14,8 +14,10 @@ waits on the host, or copies between devices, which may order the same; the join
 whether they are needed or not; in a program of several modules, like a training step, what its regions owe to the side
 streams of their caller, which is the program itself and need not call it in, and what they wait for at their entry,
 which another region may have waited for; and waits for the caller's state before work on memory of the region's own,
-which are for memory that the caller freed while a stream still used it: the simulated caller does no such thing.
-Such mutants are counted as not decided.
+which are for memory that the caller freed while a stream still used it: the simulated caller does no such thing; and
+where a stream waits for a state of the caller, and once more later, each of the two waits, for the simulated caller
+writes inputs on the current stream only, and sees at the end that one of them orders its work. Such mutants are counted
+as not decided.
 
 A free that moves before a launch which uses the memory is wrong. One that moves before an operation that neither
 uses the memory nor allocates any is right: no allocation can tell. Two launches of different streams with no wait or
@@ -123,7 +125,11 @@ def of_compiled(report: Report) -> Iterator[Mutant]:
     if len(modules) > 1 or any(op.site == "autograd's engine" for op in runs[0] if isinstance(op, Record)):
         loose |= {site for site in sites if _is_of_boundary(site)}
         loose |= {wait for site in loose for wait in waits_of[site]}  # what a forward has waited for, too
-    own = {site for site, op in sites.items() if isinstance(op, Wait) and "_entry" in site and _is_for_own(runs[0], op)}
+    waits = {site: op for site, op in sites.items() if isinstance(op, Wait)}
+    entries = {site: op for site, op in waits.items() if "wait_entry" in site}
+    again = {op.stream for site, op in waits.items() if site not in entries and ".enter()" not in site}
+    own = {site for site, op in entries.items() if op.stream in again or _is_for_own(runs[0], op)}
+    own |= {s for s, op in waits.items() if "wait_exit" in s and op.stream in {e.stream for e in entries.values()}}
     loose |= own | {site for site in sites if waits_of[site] and waits_of[site] <= own}
     for site, op in sites.items():
         if site in redundant or (waits_of[site] and waits_of[site] <= redundant):
