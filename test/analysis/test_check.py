@@ -109,6 +109,28 @@ class TestCheck(TestCase):
         report = self.clean(forked(torch.cuda.Stream()), *inputs(requires_grad=True), backward=True, calls=3)
         self.assertIn("after call 3, default stream may read gradient of input 1", map(str, report.boundary))
 
+    @simulated_gpu()
+    def test_wait_that_comes_too_late(self) -> None:
+        """At the end its stream is behind the caller's work, but a read was not."""
+
+        def later(text: str) -> str:
+            text, count = re.subn(
+                r"(\n *ev0\.wait_entry\(stream0_raw\))((?s:.*?)\n *extern_kernels\.mm.*)", r"\2\1", text
+            )
+            self.assertEqual(count, 1)
+            return text
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            a = x @ x
+            torch.cuda.current_stream().wait_stream(side)
+            return a @ w
+
+        side = torch.cuda.Stream()
+        self.clean(fn, *inputs())
+        report = check(fn, *inputs(), rewrite=later)
+        self.assertEqual(list(map(str, report.lost)), ["before call 2, stream 1 may use input 1"], str(report))
+        self.assertIn("does not order it: `aten.mm.out` on default stream reads input 1", str(report))
+
     @config.patch(fold_branches_below_us=0.0)
     @simulated_gpu()
     def test_report_of_a_wait_that_is_missing(self) -> None:
@@ -143,9 +165,12 @@ lost: after call 2, default stream may read the caller's work on stream 1
   the compiled code does not order it: `the caller` on stream 1 writes the caller's work on stream 1
   and 1 more that eager keeps by the same statement
   in eager that is so by test_check.py:N: current.wait_stream(side)
+lost: before call 2, stream 1 may use input 1
+  the compiled code does not order it: `aten.mm.out` on default stream reads input 1  at test_check.py:N: return a @ w
+  in eager that is so
 redundant: ev1.record(stream1_raw): nobody waits for it
   wrapper 0, line 73: ev1.record(stream1_raw)
-as compiled: 5 races of 1 cause, 6 lost promises, 1 redundant event
+as compiled: 5 races of 1 cause, 7 lost promises, 1 redundant event
 """,
         )
         with self.assertRaisesRegex(RaceError, "RAW: buf0 is read before it is known to be written"):

@@ -6,9 +6,10 @@
 
 The function runs in eager, to find what its own synchronisation promises to the code around it, and then compiled.
 Around each call, a simulated caller relies on those promises. Before the call, the caller has work on each of its
-streams, and writes the inputs and the captured tensors (as an optimizer does) on the current stream. After the call, it
-reads outputs and gradients on the current stream, and joins the other streams first only where eager makes no promise.
-Then the caller drops outputs and gradients, so that the next call may reuse their memory.
+streams, and writes the inputs and the captured tensors (as an optimizer does) on the current stream; where eager reads
+and writes one of them behind its work on a side stream only, so must the compiled code. After the call, it reads
+outputs and gradients on the current stream, and joins the other streams first only where eager makes no promise. Then
+the caller drops outputs and gradients, so that the next call may reuse their memory.
 
 No GPU is needed, and none is used.
 """
@@ -34,6 +35,7 @@ from torch_overlay.analysis.race_check.happens_before import analyse, Race
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import (
     Boundary,
+    CALLER,
     HOST,
     Memory,
     Record,
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.race_report import Report
     from torch_overlay.testing import Compiled
 
-CALLER = "the caller"
 _ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(|torch_overlay::align\(\w+, \w+_orig, stream")
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from torch_overlay.analysis.race_check.happens_before import analyse, Findings, Reliance
+from torch_overlay.analysis.race_check.happens_before import analyse, Done, Findings, Reliance
 from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
 from torch_overlay.analysis.race_check.source_lines import source_line
 from torch_overlay.analysis.race_check.trace import HOST, Synchronize, Trace
@@ -56,7 +56,7 @@ class Context:
                     yield from self._compared(call, name, before, now)
                 elif (pool := name.removeprefix("free memory of ")) != name and pool in self.pools:
                     row = "reuse", pool, True, pool in now.readable
-                    yield Promise(call, name, *row, "freeing nothing there", _in_the_way(now, pool))
+                    yield Promise(call, name, *row, "freeing nothing there", _in_the_way(now.unordered, pool))
 
     def is_public(self, who: str) -> bool:
         return who in self.public or who in self.events or who.endswith(" of the output")
@@ -89,9 +89,12 @@ class Context:
                     who in eager,
                     done or who in compiled,
                     _statement(before.because.get(who, "")),
-                    _in_the_way(now, who),
+                    _in_the_way(now.unordered, who),
                     self.about.get(name, ""),
                 )
+        for who in filter(self.pools.__contains__, sorted(before.before)):
+            row = "use", who, True, who in now.before, "", _in_the_way(now.early, who)
+            yield Promise(call, name, *row, self.about.get(name, ""))
 
     def judge(self, operations: Iterable[Operation]) -> Report:
         """Return the report of one run, or of a variation of it. Only events of the compiler are reported as redundant.
@@ -114,8 +117,8 @@ def _statement(site: str) -> str:
     return source_line(path, int(line)) if line.isdigit() else site
 
 
-def _in_the_way(found: Reliance, who: str) -> str:
-    return accessed(found.unordered[who]) if who in found.unordered else ""
+def _in_the_way(accesses: dict[str, Done], who: str) -> str:
+    return accessed(accesses[who]) if who in accesses else ""
 
 
 def assemble(

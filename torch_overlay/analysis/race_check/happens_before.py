@@ -27,6 +27,7 @@ from torch_overlay.analysis.race_check.trace import (
     Access,
     Alloc,
     Boundary,
+    CALLER,
     ENGINE,
     Free,
     HOST,
@@ -104,18 +105,27 @@ class Redundant:
 @dataclass(frozen=True)
 class Reliance:
     """Guarantees for one view at a boundary: who (streams, or waiters for an event) may read it without a further wait,
-    who may overwrite it, and which streams' use of its memory the allocator knows of."""
+    who may overwrite it, which streams' use of its memory the allocator knows of, and on which streams the caller may
+    have used it before the call: all accesses of the call come after the caller's work there."""
 
     readable: frozenset[str]
     writable: frozenset[str]
     known: frozenset[str]
+    before: frozenset[str] = frozenset()
     because: dict[str, str] = field(default_factory=dict, compare=False)  # who may -> site of the wait that allows it
     unordered: dict[str, Done] = field(default_factory=dict, compare=False)  # who may not -> access that isn't over
+    early: dict[str, Done] = field(
+        default_factory=dict, compare=False
+    )  # stream not in `before` -> access that is early
 
     def __and__(self, other: Reliance) -> Reliance:
         """Return the guarantees that hold in both of two runs."""
         return Reliance(
-            self.readable & other.readable, self.writable & other.writable, self.known & other.known, self.because
+            self.readable & other.readable,
+            self.writable & other.writable,
+            self.known & other.known,
+            self.before & other.before,
+            self.because,
         )
 
 
@@ -136,6 +146,9 @@ class _MemoryState:
     recorded: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
     freed: Free | None = None
     fresh: bool = False  # allocated inside the trace
+    early: dict[str, Done] = field(
+        default_factory=dict
+    )  # stream -> access that its work before the call doesn't precede
 
 
 class _TraceReader:
@@ -155,6 +168,7 @@ class _TraceReader:
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
         self.last_record: dict[str, tuple[str, str]] = {}
         self.launched = 0
+        self.work: dict[str, int] = {}  # stream -> position of the caller's work on it
 
     def clock(self, stream: str) -> VectorClock:
         """Return the clock of a stream: everything that its next launch is ordered after."""
@@ -254,8 +268,13 @@ class _TraceReader:
         for access in op.accesses:
             done = Done(op, access.view, access.reads, access.writes, position, self.launched)
             key = (op.stream, access.view.span, access.reads, access.writes)
-            self.block(access.view.memory).done[key] = done
+            block = self.block(access.view.memory)
+            block.done[key] = done
+            if op.name != CALLER:
+                block.early |= {who: done for who, at in self.work.items() if not clock.covers(who, at)}
         clock[op.stream] = position
+        if op.name == CALLER:
+            self.work[op.stream] = position
 
     def access(self, op: Launch, access: Access, clock: VectorClock, position: int) -> None:
         block = self.block(access.view.memory)
@@ -299,10 +318,14 @@ class _TraceReader:
                 frozenset(who for who, clock in may.items() if _over(clock, written)),
                 frozenset(who for who, clock in may.items() if _over(clock, touched)),
                 frozenset({view.memory.stream, *block.recorded}),
+                frozenset(() if block.fresh else self.work.keys() - block.early),
+                early=dict(block.early),
             )
             for who, clock in ends.items():
                 self.explain(found, who, clock, [*written, *touched], recorded.get(who))
             rows[name] = found
+        for block in self.blocks.values():
+            block.early.clear()
         for pool, freed in self.pools.items():
             stream = self.pool_streams[pool]
             over = _over(self.clock(stream), freed.values())

@@ -40,8 +40,8 @@ class LostPromiseError(RaceError):
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise that, after the call, `who` may `what` the value without waiting; `eager` and `compiled` say if eager
-    and the compiled code keep it.
+    """A promise that, after the call, `who` may `what` the value without waiting, or before it, if `what` is "use";
+    `eager` and `compiled` say if eager and the compiled code keep it.
 
     `because` is the statement by which eager keeps it, `missing` the access of the compiled code that isn't over,
     `about` a description of the value.
@@ -62,6 +62,10 @@ class Promise:
         return self.eager and not self.compiled
 
     @property
+    def when(self) -> str:
+        return "before" if self.what == "use" else "after"
+
+    @property
     def text(self) -> str:
         who = f"whoever waits for {self.who}" if self.who.startswith("event") else self.who
         if self.what == "drop":
@@ -71,7 +75,7 @@ class Promise:
         return f"{who} may {self.what} {self.value}"
 
     def __str__(self) -> str:
-        return f"after {self.call}, {self.text}" if self.call else self.text
+        return f"{self.when} {self.call}, {self.text}" if self.call else self.text
 
 
 @dataclass
@@ -214,7 +218,7 @@ def _describe_lost(promises: list[Promise]) -> str:
     for text, lost in sorted(alike.items(), key=lambda row: first[row[1][0].value] != row[0])[:_LISTED]:
         about = f" ({lost[0].about})" if lost[0].about else ""
         missing = f": {lost[0].missing}" if lost[0].missing else ""
-        lines.append(f"lost: after {', '.join(p.call for p in lost)}, {text}{about}")
+        lines.append(f"lost: {lost[0].when} {', '.join(p.call for p in lost)}, {text}{about}")
         lines.append(f"  the compiled code does not order it{missing}")
     if len(alike) > _LISTED:
         lines.append(f"  and {len(alike) - _LISTED} more that eager keeps by the same statement")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HOST = "host"
 ENGINE = "autograd's engine"
+CALLER = "the caller"  # name and site of the launches of the code around a call
 _MOST_RUNS = 4096  # a span of more runs is compared with others by arithmetic alone
 
 
