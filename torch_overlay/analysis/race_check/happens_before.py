@@ -168,7 +168,8 @@ class _TraceReader:
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
         self.last_record: dict[str, tuple[str, str]] = {}
         self.launched = 0
-        self.work: dict[str, int] = {}  # stream -> position of the caller's work on it
+        self.work: dict[str, int] = {}  # stream -> position of the caller's work on it before the call
+        self.is_in_call = False
 
     def clock(self, stream: str) -> VectorClock:
         """Return the clock of a stream: everything that its next launch is ordered after."""
@@ -263,6 +264,7 @@ class _TraceReader:
         clock = self.clock(op.stream)
         position = clock.get(op.stream, 0) + 1
         self.launched += 1
+        self.is_in_call |= op.name != CALLER
         for access in op.accesses:
             self.access(op, access, clock, position)
         for access in op.accesses:
@@ -273,7 +275,7 @@ class _TraceReader:
             if op.name != CALLER:
                 block.early |= {who: done for who, at in self.work.items() if not clock.covers(who, at)}
         clock[op.stream] = position
-        if op.name == CALLER:
+        if not self.is_in_call:
             self.work[op.stream] = position
 
     def access(self, op: Launch, access: Access, clock: VectorClock, position: int) -> None:
@@ -324,6 +326,7 @@ class _TraceReader:
             for who, clock in ends.items():
                 self.explain(found, who, clock, [*written, *touched], recorded.get(who))
             rows[name] = found
+        self.is_in_call = False
         for block in self.blocks.values():
             block.early.clear()
         for pool, freed in self.pools.items():
