@@ -106,17 +106,15 @@ class Redundant:
 class Reliance:
     """Guarantees for one view at a boundary: who (streams, or waiters for an event) may read it without a further wait,
     who may overwrite it, which streams' use of its memory the allocator knows of, and on which streams the caller may
-    have used it before the call: all accesses of the call come after the caller's work there."""
+    have used it before the call: all accesses of the call come after the caller's work there (None: it has none)."""
 
     readable: frozenset[str]
     writable: frozenset[str]
     known: frozenset[str]
-    before: frozenset[str] = frozenset()
+    before: frozenset[str] | None = None
     because: dict[str, str] = field(default_factory=dict, compare=False)  # who may -> site of the wait that allows it
     unordered: dict[str, Done] = field(default_factory=dict, compare=False)  # who may not -> access that isn't over
-    early: dict[str, Done] = field(
-        default_factory=dict, compare=False
-    )  # stream not in `before` -> access that is early
+    early: dict[str, Done] = field(default_factory=dict, compare=False)  # stream that is not in `before` -> access
 
     def __and__(self, other: Reliance) -> Reliance:
         """Return the guarantees that hold in both of two runs."""
@@ -124,7 +122,7 @@ class Reliance:
             self.readable & other.readable,
             self.writable & other.writable,
             self.known & other.known,
-            self.before & other.before,
+            None if self.before is None or other.before is None else self.before & other.before,
             self.because,
         )
 
@@ -146,9 +144,8 @@ class _MemoryState:
     recorded: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
     freed: Free | None = None
     fresh: bool = False  # allocated inside the trace
-    early: dict[str, Done] = field(
-        default_factory=dict
-    )  # stream -> access that its work before the call doesn't precede
+    # stream -> access that its work before the call doesn't precede; None: the call has not accessed it
+    early: dict[str, Done] | None = None
 
 
 class _TraceReader:
@@ -273,7 +270,9 @@ class _TraceReader:
             block = self.block(access.view.memory)
             block.done[key] = done
             if op.name != CALLER:
-                block.early |= {who: done for who, at in self.work.items() if not clock.covers(who, at)}
+                block.early = (block.early or {}) | {
+                    who: done for who, at in self.work.items() if not clock.covers(who, at)
+                }
         clock[op.stream] = position
         if not self.is_in_call:
             self.work[op.stream] = position
@@ -320,15 +319,15 @@ class _TraceReader:
                 frozenset(who for who, clock in may.items() if _over(clock, written)),
                 frozenset(who for who, clock in may.items() if _over(clock, touched)),
                 frozenset({view.memory.stream, *block.recorded}),
-                frozenset(() if block.fresh else self.work.keys() - block.early),
-                early=dict(block.early),
+                None if block.fresh or block.early is None else frozenset(self.work.keys() - block.early),
+                early=block.early or {},
             )
             for who, clock in ends.items():
                 self.explain(found, who, clock, [*written, *touched], recorded.get(who))
             rows[name] = found
         self.is_in_call = False
         for block in self.blocks.values():
-            block.early.clear()
+            block.early = None
         for pool, freed in self.pools.items():
             stream = self.pool_streams[pool]
             over = _over(self.clock(stream), freed.values())
