@@ -78,6 +78,3 @@ def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
     if _draws_random_numbers(node):
         return False
     return not _blocks_host(node) or not has_streams(node.graph.nodes)
-
-
-__all__ = ["is_safe_to_reorder"]

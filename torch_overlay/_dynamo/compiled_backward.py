@@ -15,20 +15,22 @@ the copied operations. So before Dynamo reads the graph, we write into it what t
 
 The same graph serves all calls of the same functions, so the actual streams are known only at each call. At each
 backward, autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
-of stream objects (`objects.Snapshot`) is queued (backward_tables.py); a call of the graph takes the queue and puts the
-streams into attributes of the graph's module, where Dynamo finds them as it finds those of any module.
+of stream objects (`objects.Snapshot`) is queued; a call of the graph takes the queue and puts the streams into
+attributes of the graph's module, where Dynamo finds them as it finds those of any module. Positions in the queue count
+from its end, because a backward that failed while it was traced leaves its tables there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx.traceback
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from torch_overlay._dynamo import backward_tables
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import (
     BACKWARD,
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.fx import Graph, GraphModule, Node
-
-    from torch_overlay._dynamo import objects
 
 
 # Keys of `meta`. Of a copied operation: a `StreamObject`, the stream that it runs on.
@@ -89,22 +89,17 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         replace_fact(node, NOTHING)
 
 
-def mark_saved(value: Node, stream: int, from_end: int) -> None:
-    """Save in `meta` the stream whose memory may hold a saved value."""
-    value.meta[SAVED] = StreamObject(from_end, stream)
-
-
 def mark_backward(
     graph: Graph, copies: Sequence[Node], copy_of: Callable[[Node], Node], table: objects.Snapshot
 ) -> None:
     """Mark what was copied from a backward graph. `copies` are its operations, `copy_of` returns the copy of an input,
     and `table` has the objects of the forward, and is queued.
     """
-    from_end = backward_tables.from_end(table)
+    from_end = position_of(table)
     mark(copies, from_end)
     for value in graph.find_nodes(op="placeholder"):
         if stream := fact_of(value).memory:
-            mark_saved(copy_of(value), stream, from_end)
+            copy_of(value).meta[SAVED] = StreamObject(from_end, stream)
 
 
 class _Writer:
@@ -208,8 +203,8 @@ def write_stream_program(gm: GraphModule) -> tuple[StreamObject, ...]:
 
 
 def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple[int, ...]:
-    if (table := backward_tables.table_of(node)) is not None:
-        backward_tables.add(table)
+    if (table := table_of(node)) is not None:
+        queue_table(table)
     return original(node)
 
 
@@ -226,7 +221,7 @@ def copy_backward(
     graph: Graph = compiler.fx_tracer.graph
     before = len(graph.nodes)
     result = original(compiler, inputs, saved, tensors, pctx, ctx, *rest)
-    table = backward_tables.table_of(ctx)
+    table = table_of(ctx)
     if not handles_streams() or table is None:
         return result
     from torch._dynamo.compiled_autograd import extract_bw_module
@@ -254,7 +249,7 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
     finally:
         compiler.compiler_fn = compile_graph
     ((gm, needed),) = found
-    return lambda *args: backward_tables.run_backward(lambda: run(*args), gm, needed), compiled
+    return lambda *args: run_backward(lambda: run(*args), gm, needed), compiled
 
 
 def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> Any:
@@ -267,3 +262,58 @@ def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> 
         return original(module, *args)
     with torch.fx.traceback.preserve_node_meta():
         return PropagateUnbackedSymInts(module.gm).run(*module.unflatten_fn(list(args)))
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.queue: list[objects.Snapshot] = []  # of its next backward; tables of a backward that failed come first
+
+
+thread = _Thread()
+
+
+def table_of(ctx: Any) -> objects.Snapshot | None:
+    """Return the table that the forward of a compiled function saved with its autograd node; None for other nodes."""
+    table = getattr(ctx, "_external_objects", None)
+    return table if isinstance(table, objects.Snapshot) else None
+
+
+def queue_table(table: objects.Snapshot) -> None:
+    """Queue a table; one that is queued already moves to the end."""
+    thread.queue = [*(t for t in thread.queue if t is not table), table]
+
+
+def position_of(table: objects.Snapshot) -> int:
+    """Return the position of a queued table, 1 for the last one."""
+    return next(i for i, t in enumerate(reversed(thread.queue), 1) if t is table)
+
+
+def _callers(tables: Sequence[objects.Snapshot], here: torch.Stream) -> list[torch.cuda.Stream]:
+    """Return the streams on which the forwards were called, except the current stream."""
+    streams = [t.objects[0] for t in tables]
+    found = {s.cuda_stream: s for s in streams if isinstance(s, torch.cuda.Stream)}
+    found.pop(here.cuda_stream, None)  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+def run_backward(call: Callable[[], Any], gm: GraphModule, needed: Sequence[StreamObject]) -> Any:
+    """Call the graph of a backward, with the streams and events that it needs of the tables that were queued for it.
+    The current stream waits for those on which the forwards were called, and they for it afterwards.
+    """
+    tables, thread.queue = thread.queue, []
+    if not tables:
+        return call()
+    for found in needed:
+        setattr(gm, found.name, tables[-found.from_end].objects[found.index])
+    # The forwards wrote the saved tensors on the streams that they were called on, which may also own their memory.
+    here = objects.callers_stream()
+    others = _callers(tables, here)
+    for other in others:
+        here.wait_stream(other)
+    try:
+        return call()
+    finally:
+        for other in others:
+            other.wait_stream(here)
+        for found in needed:
+            setattr(gm, found.name, None)

@@ -23,8 +23,8 @@ from torch._dynamo.utils import unpack_iterable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
 
+from torch_overlay._dynamo.contexts import refuse_open_contexts
 from torch_overlay._dynamo.graph_notes import note_graph
-from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled, restart_without_streams
 
 

@@ -22,8 +22,8 @@ from torch._dynamo.source import GlobalWeakRefSource
 
 from torch_overlay import frame_facts
 from torch_overlay._dynamo import construct, functions, graph_breaks, objects, ranges, registry
-from torch_overlay._dynamo.manual_contexts import bind, unbound_method
-from torch_overlay._dynamo.run_time_values import branch_error
+from torch_overlay._dynamo.contexts import bind, unbound_method
+from torch_overlay._dynamo.methods import branch_error
 from torch_overlay._dynamo.state import handled
 from torch_overlay.hooks import override
 

@@ -1,6 +1,6 @@
 """Traces ranges of NVTX and of torch.profiler.record_function in Dynamo.
 
-While a frame is traced, each range becomes operations of the graph (range_ops.py). When the graph is complete, `finish`
+While a frame is traced, each range becomes operations of the graph (ops.py). When the graph is complete, `finish`
 removes the unwanted ones: pairs and marks. A range that is opened in one graph and closed in another stays, since the
 other one may be eager code.
 
@@ -22,8 +22,8 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 
 from torch_overlay import config
-from torch_overlay._dynamo.manual_contexts import NvtxRange, range_enter, range_exit
-from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
+from torch_overlay._dynamo.contexts import NvtxRange, range_enter, range_exit
+from torch_overlay._dynamo.ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
 from torch_overlay._dynamo.state import expects_streams, handled
 from torch_overlay._functorch.streams.fx import has_streams, is_stream_op
 from torch_overlay.hooks import override

@@ -96,12 +96,12 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     streams.StreamVariable.tp_repr_impl = handler("stream_repr", VariableTracker.tp_repr_impl)
     profiled = ctx_manager.ProfilerRecordFunctionContextVariable
     profiled.tp_methods = {
-        "__enter__": Method(handler("range_enter", None, module="manual_contexts")),
-        "__exit__": Method(handler("range_exit", None, module="manual_contexts")),
+        "__enter__": Method(handler("range_enter", None, module="contexts")),
+        "__exit__": Method(handler("range_exit", None, module="contexts")),
     }
     streams.StreamContextVariable.tp_methods = {
-        "__enter__": Method(handler("context_enter", None, module="manual_contexts")),
-        "__exit__": Method(handler("context_exit", None, module="manual_contexts")),
+        "__enter__": Method(handler("context_enter", None, module="contexts")),
+        "__exit__": Method(handler("context_exit", None, module="contexts")),
     }
     streams.StreamContextVariable.reconstruct_type = _reconstruct_type
     streams.StreamVariable.hash_impl = handler("stream_hash", VariableTracker.hash_impl)

@@ -9,7 +9,7 @@ from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
 from torch_overlay._inductor.relaunch import conditions, hooks as relaunch
-from torch_overlay._inductor.streams import codegen, foreach, lowering
+from torch_overlay._inductor.streams import codegen, lowering
 from torch_overlay.hooks import override
 from torch_overlay.upstream_fixes import mutation_order, partition_concat
 
@@ -23,7 +23,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
         scheduler,
         compute_dependencies=lowering.compute_dependencies,
         dead_node_elimination=mutation_order.dead_node_elimination,
-        _populate_stream_assignments=foreach.populate_stream_assignments,
+        _populate_stream_assignments=lowering.populate_stream_assignments,
         compute_last_usage=compute_last_usage,
         should_partition=should_partition,
         _log_graph_partitions=relaunch.log_graph_partitions,

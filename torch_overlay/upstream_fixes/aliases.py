@@ -283,6 +283,3 @@ def concatenate(original: Callable[..., Any], cls: Any, inputs: Sequence[Any], d
     nodes = [n for n in graph.current_node.all_input_nodes if n.op != "placeholder" and get_node_storage(n) in results]
     shown = {id(graph.env[node].data) for node in nodes}
     return original(cls, [clone(x) if id(x.data) in shown else x for x in inputs], dim)
-
-
-__all__ = ["Aliases", "concatenate", "reinplace_inplaceable_ops"]

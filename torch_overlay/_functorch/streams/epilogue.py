@@ -172,6 +172,3 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
                 if shown is not node and shown in nodes:
                     break
                 note_fact(shown, is_dropped=True)
-
-
-__all__ = ["Promises", "promises_of"]

@@ -390,6 +390,3 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     """
     readers = [node for node in graph.nodes if node.op == "call_function" and is_backward(node)]
     return {storage_node(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
-
-
-__all__ = ["MemoryTable", "memory_writer", "results_made", "saved_in_eager"]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo.range_ops import RANGES
+from torch_overlay._dynamo.ops import RANGES
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import mark_backward, read_past_updates
 from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies

@@ -293,6 +293,3 @@ def split_lists(graph: Graph) -> None:
             user.replace_all_uses_with(made[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-__all__ = ["PeerCopies"]

@@ -1,7 +1,7 @@
 """Replace functions of Inductor's scheduler and wrapper, for regions with a plan (seams).
 
-`regions` plans them, `around_partitions` orders streams around several, `emitter` writes a plan into the wrapper's
-lines, `wrapper_lines` defines the lines, `switching` inserts the switches of the current stream.
+`planned_region` plans them and orders streams around several, `emitter` writes a plan into the wrapper's lines, which
+`switching` defines; it inserts the switches of the current stream.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from torch_overlay._inductor.notes import active_region, WrapperNotes
 from torch_overlay._inductor.offload.codegen import is_copy
 from torch_overlay._inductor.scheduler_nodes import makes_lazy_zeros, stream_operation
 from torch_overlay._inductor.streams import ranges
-from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
-from torch_overlay._inductor.streams.planned_region import needs_plan
+from torch_overlay._inductor.streams.planned_region import (
+    needs_plan,
+    ordered_around,
+    place_workspaces,
+    planned,
+    reason_to_cut,
+    stream_of_memory,
+)
 from torch_overlay._inductor.streams.region_names import root_of
-from torch_overlay._inductor.streams.regions import place_workspaces, planned, stream_of_memory
-from torch_overlay._inductor.streams.switching import share_memory, switch_streams
-from torch_overlay._inductor.streams.wrapper_lines import has_streams
+from torch_overlay._inductor.streams.switching import has_streams, share_memory, switch_streams
 from torch_overlay._stream_handling import handles_streams
 
 

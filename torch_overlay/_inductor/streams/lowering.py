@@ -28,7 +28,6 @@ from torch_overlay._inductor.streams.copies_in_place import (
     saved_in_inputs,
     write_back_parts,
 )
-from torch_overlay._inductor.streams.folding import fold_branches
 from torch_overlay._inductor.streams.graph_order import (
     order_blocking_operations,
     order_graph,
@@ -36,6 +35,7 @@ from torch_overlay._inductor.streams.graph_order import (
     RECORD_STREAM,
 )
 from torch_overlay._inductor.streams.host_copies import fix_layout, upload_returned_memory_at_once
+from torch_overlay._inductor.streams.single_stream import fold_branches
 from torch_overlay._stream_handling import handles_streams
 from torch_overlay.hooks import override
 
@@ -158,3 +158,23 @@ def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
     original(scheduler)
     if handles_streams():
         order_blocking_operations(scheduler)
+
+
+def populate_stream_assignments(original: Callable[..., None], scheduler: Any) -> None:
+    """Assign streams to kernels that the scheduler has grouped before it asks which stream they belong to: those of a
+    `torch._foreach` operator, and the copies of inputs into a concatenation. Such a node of the scheduler has no IR
+    node of its own, by which upstream looks up a stream. It gets the stream of its parts, which come from one
+    operation.
+    """
+    original(scheduler)
+    if not handles_streams():
+        return
+    for node in scheduler.nodes:
+        if node.node is not None:
+            continue
+        streams = {part.node.get_stream_idx() for part in node.get_nodes() if part.node is not None}
+        if len(streams) != 1 or (user := streams.pop()) is None:
+            continue
+        stream = scheduler.node_to_stream[node] = scheduler._get_or_create_stream_idx_for_user_obj(user)
+        scheduler.buff_to_stream.update(dict.fromkeys(node.get_buffer_names(), stream))
+        scheduler._multi_stream_nodes = True

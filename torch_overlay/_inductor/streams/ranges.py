@@ -2,11 +2,12 @@
 
 Note [Ranges]
 A range shows the launches that the host makes while it is open, so `range_push`, `range_pop` and `range_mark` (see
-`range_ops`) are ordered on the host, and nothing on the device waits for them. When streams are placed, each node notes
-how many of these operations the program has before it (`number`). From then on an operation of a range comes after the
-nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is realized into
-buffers, in the scheduler. So kernels are not fused across the end of a range. A kernel that computes nodes of several
-numbers belongs to the largest. Where a pass has made an order that contradicts this, data dependence decides.
+`_dynamo.ops`) are ordered on the host, and nothing on the device waits for them. When streams are placed, each node
+notes how many of these operations the program has before it (`number`). From then on an operation of a range comes
+after the nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is
+realized into buffers, in the scheduler. So kernels are not fused across the end of a range. A kernel that computes
+nodes of several numbers belongs to the largest. Where a pass has made an order that contradicts this, data dependence
+decides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor import ir
 
-from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_push, RANGES
+from torch_overlay._dynamo.ops import NVTX, range_mark, range_push, RANGES
 from torch_overlay._functorch.streams.facts import fact_of
 
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 
-RUNTIME = "from torch_overlay._dynamo.range_ops import pop_range, push_range"
+RUNTIME = "from torch_overlay._dynamo.ops import pop_range, push_range"
 
 
 def is_range(node: torch.fx.Node) -> bool:

@@ -272,6 +272,3 @@ class CppRegion:
 
 
 region = Region  # as generated code calls it
-
-
-__all__ = ["align", "aligned", "callers_stream", "get_object", "region", "restore_stream", "set_stream", "write_back"]

@@ -8,7 +8,7 @@ from torch._inductor.scheduler import Scheduler
 
 import form  # noqa: F401
 from stand_ins.schedules import ProgramCase
-from torch_overlay._dynamo.range_ops import range_mark
+from torch_overlay._dynamo.ops import range_mark
 from torch_overlay._functorch.streams.tokens import blocking_copy, record, synchronization
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams.graph_order import order_blocking_operations, order_stream_operations

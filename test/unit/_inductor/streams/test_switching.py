@@ -11,24 +11,22 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins.schedules import device, Program, written
-from torch_overlay._dynamo.range_ops import range_mark, range_pop, range_push
+from torch_overlay._dynamo.ops import range_mark, range_pop, range_push
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.plan import Plan
 from torch_overlay._inductor.streams.region_names import RegionNames
 from torch_overlay._inductor.streams.switching import (
-    needs,
-    RANGE_CALLS,
-    share_memory,
-    switch_streams,
-)
-from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
     EndRegion,
+    needs,
     OnStream,
     PlacedKernelCall,
+    RANGE_CALLS,
+    share_memory,
     StreamLine,
+    switch_streams,
     SwitchLine,
 )
 
