@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 
+_CALLS = ("call_function", "call_method")
+
+
 def note_graph(output: OutputGraph) -> None:
     """Note facts on the nodes of a complete graph and on its frame (registry.py), before code is made for it."""
     nodes = output.graph.nodes
     registry.current().is_resumed = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
     every = list(_with_bodies(nodes, output.nn_modules))
     if has_streams(every):
-        _note_targets(every)
         _note_storages(every)
         registry.current().first_readers = weakref.WeakKeyDictionary(first_readers(nodes))
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
@@ -44,18 +46,6 @@ def _with_bodies(nodes: Iterable[Node], modules: Mapping[str, Any]) -> Iterator[
         if isinstance(body, torch.fx.GraphModule):
             yield from _with_bodies(body.graph.nodes, dict(body.named_children()))
         yield node
-
-
-def _note_targets(nodes: Iterable[Node]) -> None:
-    """Note on each operator that was given memory for its results the streams whose memory that is."""
-    makers: dict[int | None, Node] = {}
-    for node in nodes:
-        if (storage := _storage(node)) is not None:
-            makers.setdefault(storage, node)
-        if targets := _given_memory(node):
-            made = [makers.get(_storage(t), t) for t in targets]  # a target may be a view
-            calls = ("call_function", "call_method")
-            note_fact(node, eager_targets=tuple(node_stream(m) if m.op in calls else -1 for m in made))
 
 
 def _given_memory(node: Node) -> list[Node]:
@@ -71,7 +61,8 @@ def _given_memory(node: Node) -> list[Node]:
 
 
 def _note_storages(nodes: Iterable[Node]) -> None:
-    """Note on each value in a storage that is updated in place which storage that is (`eager_storage`).
+    """Note on each value in a storage that is updated in place which storage that is (`eager_storage`), and on each
+    operator that was given memory for its results that it was.
 
     A functional update may read nothing of the updated tensor, as that of `zero_` or of an `out` tensor does; and of
     several operators that stand for the update, the first may read a mask. An operator that makes or updates a list of
@@ -82,7 +73,7 @@ def _note_storages(nodes: Iterable[Node]) -> None:
     updated: set[int | None] = set()
     for node in nodes:
         storages = _storages(node.meta.get("example_value"))
-        if node.op in ("call_function", "call_method"):
+        if node.op in _CALLS:
             given = _given_memory(node)
             if given or updates_in_place(node.target):
                 first: Any = given or next(iter(node.args), None)
@@ -92,6 +83,8 @@ def _note_storages(nodes: Iterable[Node]) -> None:
                 # Other updates than these may be of several lists.
                 if is_list and not given and not getattr(node.target, "__name__", "").startswith("_foreach_"):
                     storages = []
+            if given:
+                note_fact(node, is_given=True)
         held[node] = storages
         for storage in storages:
             makers.setdefault(storage, node)
@@ -101,7 +94,7 @@ def _note_storages(nodes: Iterable[Node]) -> None:
         maker = makers[storage]
         name = maker.name if maker.name not in names else f"{maker.name}.{len(names)}"  # of a list, or of two bodies
         names.add(name)
-        noted[storage] = name, None if maker.op == "placeholder" else node_stream(maker)
+        noted[storage] = name, node_stream(maker) if maker.op in _CALLS else None
     for node, storages in held.items():
         if node.op != "placeholder" and not noted.keys().isdisjoint(storages):
             listed = storages if len({*storages}) > 1 else storages[:1]

@@ -32,6 +32,10 @@ SYNCHRONIZE = (
 )
 DEALLOC = _streams.sync_dealloc.default
 RECORD = _streams.record_event.default
+RECORD_STREAM = _streams.record_stream.default
+# Operator -> the method of its first argument that it stands for.
+METHODS_OF_EVENTS = {"record_event": "record", "wait_event": "wait", "synchronize_event": "synchronize"}
+METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "synchronize"}
 _DEVICE_PUT = torch.ops.prims.device_put.default
 
 

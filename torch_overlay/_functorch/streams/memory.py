@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.utils._pytree as pytree
@@ -34,6 +34,7 @@ from torch_overlay._functorch.streams.fx import (
     base_of,
     is_backward,
     node_stream,
+    RECORD_STREAM,
     storage_node,
     updates_in_place,
     written_arguments,
@@ -165,9 +166,6 @@ def _contains(whole: range, part: range) -> bool:
     return not part or (part[0] in whole and part[-1] in whole and (len(part) == 1 or not part.step % whole.step))
 
 
-_Noted = TypeVar("_Noted")
-
-_RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
     *UPDATE_SELECTED,
     _aten.diagonal_scatter.default,
@@ -220,10 +218,11 @@ def _base(node: Node) -> Node | None:
     return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
-def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
-    """Return what Dynamo noted of the value; of several results of an operator, it noted something for each, also for
-    each in a list among the results.
+def _storage(node: Node) -> Storage | None:
+    """Return the storage that Dynamo noted of the value; of several results of an operator, it noted one for each, also
+    for each in a list among the results.
     """
+    noted = fact_of(node).eager_storage
     if len(noted) > 1:
         call, indices = _call_and_indices(node)
         results, index = call.meta.get("val"), 0
@@ -261,7 +260,7 @@ class MemoryTable:
         """Return the memory of a node's value, by that of the value before it: the base of a view, what an update in
         place updates, or the operator that an output is selected from.
         """
-        noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
+        noted, own = _storage(node), node_stream(node)
         if node.op != "call_function":
             return Memory(node, node, frozenset((own,)), None, noted)
         given, updates, (call, indices) = base_of(node), _updates(node), _call_and_indices(node)
@@ -278,9 +277,7 @@ class MemoryTable:
             # Of an update in several operations, only the last one is in the storage.
             if noted is None and (names or is_output or (updates and node.target in _LEAVE_IN_STORAGE)):
                 storage = before.storage
-        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
-            stream = target if target >= 0 else None
-        elif updates and written is None and noted is not None:
+        if noted is not None and (fact_of(node).is_given or (updates and written is None)):
             _, stream = noted
         elif before is not None and (names or updates or is_output):
             stream = before.stream
@@ -299,7 +296,7 @@ class MemoryTable:
         track of the streams that may read the memory after the break.
         """
         recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
-        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        for record in self.graph.find_nodes(op="call_function", target=RECORD_STREAM):
             memory = self.memory[record.args[0]]
             recorded.setdefault(memory.storage, []).append((memory.node, record.args[1]))
         recorded.pop(None, None)
@@ -327,7 +324,7 @@ class MemoryTable:
             if given.op == "placeholder":
                 written |= {self.memory[value].node: given, self.memory[value].storage: given}
         written.pop(None, None)
-        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        for record in self.graph.find_nodes(op="call_function", target=RECORD_STREAM):
             memory = self.memory[record.args[0]]
             is_input = memory.first.op == "placeholder"
             own = memory.first if is_input else written.get(memory.node) or written.get(memory.storage)
@@ -343,7 +340,8 @@ class MemoryTable:
         """
         if base_of(node) is not None:  # a view launches nothing
             return ()
-        targets, written = fact_of(node).eager_targets, _new_values(node).values()
+        fact, written = fact_of(node), _new_values(node).values()
+        targets = {storage[1] for storage in fact.eager_storage if storage} if fact.is_given else ()
         # The values that a list update writes are known. A kernel of the user may update others of the same storage.
         updates = _updates(node) and not (written and isinstance(node.target, torch._ops.OpOverload))
         found = set()

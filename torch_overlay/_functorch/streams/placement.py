@@ -130,8 +130,8 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
                 requires=tokens[stream],
                 order=order,
                 reads=None,
-                eager_targets=(),
                 eager_storage=(),
+                is_given=False,
             )
         for node in view_chain(value):
             add_promised(node, (tokens[stream],))
@@ -199,7 +199,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
     if has_kernels and is_forward and (awaited := promise_parts(output)):
         wait_for_parts(program, awaited)
     for node in nodes:
-        note_fact(node, eager_targets=(), eager_storage=())
+        note_fact(node, eager_storage=(), is_given=False)
     for node in program.ops:
         if node.target is DEALLOC or (has_kernels and not program.keeps(node)):
             gm.graph.erase_node(node)

@@ -149,10 +149,10 @@ class TestForward(PlacementCase):
 
     def test_what_tracing_noted_for_memory_is_dropped(self):
         side = self.relu(self.x, stream=1)
-        note_fact(side, eager_targets=(2,), eager_storage=(("relu", 1),))
+        note_fact(side, eager_storage=(("relu", 1),), is_given=True)
         self.place(side)
         fact = fact_of(side)
-        self.assertEqual((fact.eager_targets, fact.eager_storage), ((), ()))
+        self.assertEqual((fact.eager_storage, fact.is_given), ((), False))
 
     def test_updates_of_an_input(self):
         copy = self.call(aten.clone.default, self.x)
