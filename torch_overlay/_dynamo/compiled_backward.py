@@ -36,6 +36,8 @@ from torch_overlay._functorch.streams.fx import (
     BACKWARD,
     has_streams,
     is_stream_op,
+    METHODS_OF_EVENTS,
+    METHODS_OF_STREAMS,
     node_stream,
     place_on,
     users_of_memory,
@@ -102,6 +104,9 @@ def mark_backward(
             copy_of(value).meta[SAVED] = StreamObject(from_end, stream)
 
 
+_METHODS = {**METHODS_OF_EVENTS, **METHODS_OF_STREAMS, "record_stream": "record_stream"}
+
+
 class _Writer:
     """Writes the stream program of one graph."""
 
@@ -161,24 +166,14 @@ class _Writer:
 
     def rewrite(self, node: Node) -> None:
         """Replace a user's operation on streams and events in a backward by the call that eager code makes."""
-        first, *others = node.meta[EVENTS]
-        streams = torch.ops.streams
-        if node.target is streams.record_event.default:
-            self.call("record", first, *others)
-        elif node.target is streams.wait_event.default:
-            self.call("wait_event", others[0], first)
-        elif node.target in (streams.wait_stream.default, streams.record_stream.default):
-            method = "wait_stream" if node.target is streams.wait_stream.default else "record_stream"
-            self.call(method, first, *others)
-        elif node.target in (streams.synchronize_event.default, streams.synchronize_stream.default):
-            self.call("synchronize", first)
-        elif node.target is streams.synchronize_device.default:
+        if node.target is torch.ops.streams.synchronize_device.default:
             return
-        else:
+        if (method := _METHODS.get(node.target._opname)) is None:
             raise NotImplementedError(
                 f"compiled autograd: {node.target} in the backward of a compiled function. Ask streams and events from "
                 "a hook, or run this backward without compiled autograd."
             )
+        self.call(method, *node.meta[EVENTS])
         self.graph.erase_node(node)
 
     def record_streams(self) -> None:

@@ -15,10 +15,10 @@ from typing import Any, NoReturn, TYPE_CHECKING
 import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index, register_user_object
+from torch._dynamo.graph_bytecode_inputs import register_user_object
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GlobalSource
-from torch._dynamo.utils import guard_if_dyn, set_example_value
+from torch._dynamo.utils import guard_if_dyn
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.streams import CudaStreamVariable, StreamContextVariable, StreamVariable
@@ -87,8 +87,7 @@ def default_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **k
         value = torch.cuda.default_stream(index)
         source = GlobalSource(tx.output.install_global_by_id("__default_stream", value))
         number = register_user_object(value, source)
-        proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (number,), {})
-        set_example_value(proxy.node, value)
+        proxy = registry.look_up(tx, number, value)
         found = CudaStreamVariable(proxy, value, user_object_index=number, source=source)
         state.default_streams[index] = found
     return found

@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
-Handler = (
-    "Callable[[Any, InstructionTranslatorBase, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]"
-)
-
-
 def _argument(
     variable: VariableTracker, method: str, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker | None:
@@ -218,14 +213,8 @@ def stream_compare(
         return None
     equal = _equal(self, other, tx)
     if isinstance(equal, VariableTracker):
-        return equal if op == "__eq__" else _negation(tx, equal)
+        return equal if op == "__eq__" else VariableTracker.build(tx, operator.not_).call_function(tx, [equal], {})
     return ConstantVariable.create(equal == (op == "__eq__"))
-
-
-def _negation(tx: InstructionTranslatorBase, value: VariableTracker) -> VariableTracker:
-    import operator
-
-    return VariableTracker.build(tx, operator.not_).call_function(tx, [value], {})
 
 
 def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslatorBase) -> bool | VariableTracker:

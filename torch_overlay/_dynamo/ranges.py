@@ -187,21 +187,6 @@ def name_of(args: Any, kwargs: Any) -> dict[str, Any] | None:
     return {key: one.as_python_constant() for key, one in given.items()}
 
 
-def _is_recorded(tx: InstructionTranslatorBase) -> bool:
-    """True if a range of record_function becomes operations of this module, and not those of Dynamo's option."""
-    return not torch._dynamo.config.capture_profiler_record_function and handled(tx) and wants(RECORD_FUNCTION)
-
-
-def open_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> None:
-    if name is not None and _is_recorded(tx):
-        _push(tx, RECORD_FUNCTION, str(name.get("name", "unknown")), name.get("args"))
-
-
-def close_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> None:
-    if name is not None and _is_recorded(tx):
-        _pop(tx, RECORD_FUNCTION)
-
-
 def finish(graph: Graph) -> None:
     """Remove the unwanted ranges, once all of the graph is known."""
     of_streams = has_streams(graph.nodes, lambda node: is_stream_op(node) and node.target not in RANGES)
@@ -246,13 +231,23 @@ def create_range(original: Callable[..., Any], func: Any, record_args: Any, reco
     return context
 
 
+def _recorded_name(tx: InstructionTranslatorBase, context: Any) -> dict[str, Any] | None:
+    """Return the name of a range of record_function that becomes operations of this module, and not those of Dynamo's
+    option.
+    """
+    is_ours = not torch._dynamo.config.capture_profiler_record_function and handled(tx) and wants(RECORD_FUNCTION)
+    return getattr(context, "overlay_name", None) if is_ours else None
+
+
 def enter_range(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase) -> Any:
-    open_record(tx, getattr(context, "overlay_name", None))
+    if (name := _recorded_name(tx, context)) is not None:
+        _push(tx, RECORD_FUNCTION, str(name.get("name", "unknown")), name.get("args"))
     return original(context, tx)
 
 
 def exit_range(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
-    close_record(tx, getattr(context, "overlay_name", None))
+    if _recorded_name(tx, context) is not None:
+        _pop(tx, RECORD_FUNCTION)
     return original(context, tx, *args)
 
 

@@ -31,7 +31,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
         _codegen=codegen.codegen,
         _codegen_partitions=codegen.codegen_partitions,
         enter_context=codegen.enter_context,
-        generate_stream_ctx_switching=codegen.generate_stream_ctx_switching,
+        generate_stream_ctx_switching=codegen.outside_of_regions,
         get_buf_stream=codegen.get_buf_stream,
         has_cross_stream_hazard=codegen.has_cross_stream_hazard,
     )
@@ -50,7 +50,7 @@ def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
         codegen_free=codegen.codegen_free,
         generate_fallback_kernel=codegen.generate_fallback_kernel,
         codegen_deferred_alignment_copies=codegen.codegen_deferred_alignment_copies,
-        sync_d2h_copy=codegen.sync_d2h_copy,
+        sync_d2h_copy=codegen.outside_of_regions,
         run_wrapper_ir_passes=codegen.run_wrapper_ir_passes,
         memory_plan_reuse=relaunch.memory_plan_reuse,
         codegen_switch=conditions.codegen_switch,

@@ -68,7 +68,12 @@ from torch_overlay._functorch.streams.fx import (
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager, SELECT, selected, UPDATE_SELECTED
-from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
+from torch_overlay._functorch.streams.saved_values import (
+    ContextNotes,
+    end_backward_with,
+    place_saved,
+    record_saved_gradients,
+)
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.orders import reached
 
@@ -166,9 +171,7 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
             if state(stream) not in unordered:
                 waits.append((CALLERS_STREAM, stream))
     for streams in waits:
-        with backward.graph.inserting_before(backward.graph.output_node()):
-            wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
-        wait.meta["partitioner_tag"] = "must_be_in_backward"
+        end_backward_with(backward.graph, torch.ops.streams.wait_stream.default, *streams)
     if unordered:
         exit_waits.append(ExitWait(CALLERS_STREAM, tuple(sorted(unordered))))
     for value in backward.graph.find_nodes(op="placeholder"):

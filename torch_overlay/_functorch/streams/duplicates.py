@@ -45,7 +45,7 @@ def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
             continue
         survivor = known.get(value)
         names[node] = node.name if survivor is None else survivor.name
-        custom = node.meta.get(_CUSTOM) or {}
+        custom = node.meta.get("custom", {})
         stream = custom.get("stream") or 0
         if survivor is not None and stream != node_stream(survivor):
             survivor.meta[DUPLICATES] = {stream: custom, **survivor.meta.get(DUPLICATES, {})}
@@ -90,13 +90,9 @@ def merge_duplicates(graph: Graph, eliminate: Callable[[Graph], Graph], key: Cal
         node.meta[_CUSTOM] = node.meta.get("custom")
         place_on(node, CALLERS_STREAM)
     merged = eliminate(graph)
-    for node in merged.nodes:
-        custom = node.meta.get(_CUSTOM)
-        if custom is not None:
-            node.meta["custom"] = custom
-    _remember(graph, merged, key)
     for node in (*graph.nodes, *merged.nodes):
         custom = node.meta.pop(_CUSTOM, None)
         if custom is not None:
             node.meta["custom"] = custom
+    _remember(graph, merged, key)
     return merged

@@ -23,6 +23,7 @@ from torch_overlay._functorch.streams.fx import (
     is_stream_op,
     node_stream,
     RECORD,
+    RECORD_STREAM,
     SYNCHRONIZE,
     WAITS,
 )
@@ -123,7 +124,7 @@ class Program:
         self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
         for node in self.ops:  # streams that are only named count: a copy that blocks the host orders them
-            named = {state(node.args[1])} if node.target in (RECORD, _streams.record_stream.default) else set()  # type: ignore[arg-type]
+            named = {state(node.args[1])} if node.target in (RECORD, RECORD_STREAM) else set()  # type: ignore[arg-type]
             self.streams |= streams_of(named.union(*self.waits(node)))
         records: dict[int, int] = defaultdict(int)
         synchronizations, blocking = itertools.count(), itertools.count()

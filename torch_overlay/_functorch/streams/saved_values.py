@@ -27,6 +27,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     place_on,
     readers_of,
+    RECORD_STREAM,
     storage_node,
     users_of_memory,
 )
@@ -101,7 +102,7 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
             # The caller may order the streams that reuse the input's memory after the forward alone.
             if not unread[writer.name]:
                 for stream in sorted({node_stream(user) for user in users_of_memory(value)}):
-                    _record(value, stream)
+                    end_backward_with(backward, RECORD_STREAM, value, stream)
         note_fact(value, in_input=saved is not None and not in_inputs.isdisjoint((saved, storage_node(saved))))
         if writer is None or writer.op != "call_function":
             continue
@@ -113,11 +114,11 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
                 add_after(user, (state(stream),))
 
 
-def _record(value: Node, stream: int) -> None:
-    """Record at the end of a backward that the stream uses a value's memory (`record_stream`)."""
-    with value.graph.inserting_before(value.graph.output_node()):
-        record = value.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
-    record.meta["partitioner_tag"] = "must_be_in_backward"
+def end_backward_with(graph: Graph, operation: Any, *arguments: Any) -> None:
+    """Add an operation of the stream program at the end of a backward, such as a `record_stream` of a saved value."""
+    with graph.inserting_before(graph.output_node()):
+        made = graph.call_function(operation, arguments)
+    made.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
@@ -127,13 +128,12 @@ def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
     without ordering the caller's stream after them.
     """
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
-    output = next(iter(backward.find_nodes(op="output")))
     unordered = set()
-    for value in dict.fromkeys(memory_writer(v) for v in output.all_input_nodes):
+    for value in dict.fromkeys(map(memory_writer, backward.output_node().all_input_nodes)):
         stream = fact_of(value).memory
         if value.op != "placeholder" or not stream:
             continue
-        _record(value, CALLERS_STREAM)
+        end_backward_with(backward, RECORD_STREAM, value, CALLERS_STREAM)
         if CALLER not in fact_of(memory_writer(computed[value.name])).promises:
             unordered.add(state(stream))
     return unordered

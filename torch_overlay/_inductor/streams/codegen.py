@@ -74,12 +74,6 @@ def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSched
     original(scheduler, node)
 
 
-def generate_stream_ctx_switching(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
-    """A planned region switches streams per line, not per node."""
-    if active_region(scheduler) is None:
-        original(scheduler, node)
-
-
 def codegen_device_guard_enter(
     original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any
 ) -> None:
@@ -129,10 +123,12 @@ def codegen_deferred_alignment_copies(
         emitter.aligned.copy(functools.partial(original, wrapper), emitter.node, stream)
 
 
-def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
-    """Leave a copy to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there."""
+def outside_of_regions(original: Callable[..., None], writer: Any, *args: Any) -> None:
+    """Leave out in planned regions what upstream writes. They switch streams per line, not per node, and leave a copy
+    to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there.
+    """
     if active_region(V.graph.scheduler) is None:
-        original(wrapper, name)
+        original(writer, *args)
 
 
 def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:

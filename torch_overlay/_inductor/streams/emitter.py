@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 from torch._library.utils import is_builtin
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.fx import is_stream_operator
+from torch_overlay._functorch.streams.fx import is_stream_operator, METHODS_OF_EVENTS, METHODS_OF_STREAMS
 from torch_overlay._functorch.streams.ids import callers_device, copy_device, is_copy_stream
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.graph_results import results_are_in_pool
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._inductor.streams.planned_region import PlannedRegion
-
-
-_METHODS_OF_EVENTS = {"record_event": "record", "wait_event": "wait", "synchronize_event": "synchronize"}
-_METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "synchronize"}
 
 
 class RegionEmitter(RegionNames):
@@ -141,7 +137,7 @@ class RegionEmitter(RegionNames):
         last: dict[Any, BaseSchedulerNode] = {}
         for node in self.region.index:
             operation: Any = stream_operation(node)
-            if operation is not None and operation._opname in _METHODS_OF_EVENTS:
+            if operation is not None and operation._opname in METHODS_OF_EVENTS:
                 kernel: Any = node.node
                 earlier = last.pop(number := kernel.constant_args[0], None)
                 if operation._opname == "record_event":
@@ -237,7 +233,8 @@ class RegionEmitter(RegionNames):
         """
         self.aligned.write_back()
         name = buffer.get_name()
-        if _is_pinned(buffer) and self.wrapper.can_free(buffer):
+        is_pinned = isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
+        if is_pinned and self.wrapper.can_free(buffer):
             # A copy to or from the device may still be under way. The allocator of pinned memory knows of the copy; the
             # next host operation, for which the wrapper would reuse the block, does not.
             self.wrapper.freed.add(name)
@@ -270,15 +267,15 @@ class RegionEmitter(RegionNames):
             return False
         kind = node.op_overload._opname
         streams = [self.region.numbers.get(s, s) for s in node.constant_args]
-        if kind in _METHODS_OF_EVENTS:
+        if kind in METHODS_OF_EVENTS:
             number, streams = node.constant_args[0], streams[1:]
             if kind == "record_event":
                 if self.node in self.unseen:
                     return True
                 self.recorded[number, self.position(*streams)] = None
-            self.write_object_method(number, _METHODS_OF_EVENTS[kind], *streams)
-        elif kind in _METHODS_OF_STREAMS:
-            self.write_stream_method(streams[0], _METHODS_OF_STREAMS[kind], *streams[1:])
+            self.write_object_method(number, METHODS_OF_EVENTS[kind], *streams)
+        elif kind in METHODS_OF_STREAMS:
+            self.write_stream_method(streams[0], METHODS_OF_STREAMS[kind], *streams[1:])
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
             is_input = tensor in V.graph.graph_inputs
@@ -298,12 +295,8 @@ def _may_ask(node: BaseSchedulerNode) -> bool:
     """
     operation = stream_operation(node)
     if operation is not None:
-        return operation._opname not in (*_METHODS_OF_STREAMS, "record_stream")
+        return operation._opname not in (*METHODS_OF_STREAMS, "record_stream")
     operator = getattr(node.node, "op_overload", None)
     if isinstance(operator, torch._ops.OpOverload):
         return not is_builtin(operator)
     return isinstance(node.node, (ir.InvokeSubgraph, ir.Switch, ir.WhileLoop))
-
-
-def _is_pinned(buffer: Any) -> bool:
-    return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)

@@ -314,14 +314,8 @@ def begin_pass(gm: GraphModule) -> PassLog | None:
     return PassLog(gm, {node: Placed.of(node) for node in nodes})
 
 
-def end_pass(gm: GraphModule, log: PassLog, failed: bool) -> None:
-    """End the log of a pass, and place the nodes that the pass left and made."""
-    log.close()
-    if not failed:
-        _restore(gm.graph, log)
-
-
 def _restore(graph: Graph, log: PassLog) -> None:
+    """Place the nodes that a pass left and made."""
     before = log.before
     for node in graph.nodes:
         if node in before:
@@ -483,7 +477,9 @@ def exit_observer(
         notes.aliases.keep_apart(handles_streams())
     original(observer, kind, error, traceback)
     if notes.log is not None:
-        end_pass(observer.gm, notes.log, failed=kind is not None)
+        notes.log.close()
+        if kind is None:
+            _restore(observer.gm.graph, notes.log)
 
 
 def apply_graph_pass(
@@ -500,7 +496,7 @@ def apply_graph_pass(
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
     """Return what a pattern's replacement has in `custom`: beside its stream, the tokens of all nodes that it replaces.
-    It takes over the metadata of the last of them, so they all get the tokens; `end_pass` takes these back from nodes
+    It takes over the metadata of the last of them, so they all get the tokens; `_restore` takes these back from nodes
     that remain.
     """
     custom, union = original(nodes), union_of_facts([fact_of(node) for node in nodes])

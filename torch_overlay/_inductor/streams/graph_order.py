@@ -26,6 +26,7 @@ from torch_overlay._functorch.streams.fx import (
     is_stream_op,
     is_synchronization,
     node_stream,
+    RECORD_STREAM,
     storage_node,
     updated_operands,
 )
@@ -36,9 +37,6 @@ from torch_overlay._inductor.streams.graph_facts import required
 
 if TYPE_CHECKING:
     from torch_overlay._functorch.streams.tokens import Token
-
-
-RECORD_STREAM = torch.ops.streams.record_stream.default
 
 
 def order_graph(graph: torch.fx.Graph) -> None:
@@ -66,7 +64,8 @@ def order_graph(graph: torch.fx.Graph) -> None:
     earlier: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # a pass may have merged nodes before and after it into one
 
     def is_earlier(node: torch.fx.Node, synchronization: torch.fx.Node) -> bool:
-        return node in earlier[synchronization] or _promises(node, synchronization)
+        # Some stand after it and belong before it, as the write-back to an input does.
+        return node in earlier[synchronization] or fact_of(synchronization).requires in fact_of(node).promises
 
     for node in nodes:
         if is_synchronization(node):
@@ -137,13 +136,6 @@ def touches_callers_memory(node: torch.fx.Node) -> bool:
         and base_of(node) is None
         and any(storage_node(value).op == "placeholder" for value in node.all_input_nodes)
     )
-
-
-def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
-    """True if the node belongs before that synchronisation though it stands after it, as the write-back to an input
-    does.
-    """
-    return fact_of(awaited).requires in fact_of(node).promises
 
 
 def order_stream_operations(scheduler: Any) -> None:

@@ -78,30 +78,23 @@ class AsyncCopy(ir.ExternKernel):
         self.name = V.graph.register_buffer(self)
         V.graph.register_operation(self)
 
-    @property
-    def memory(self) -> Any:
-        return self.inputs[0]
-
-    @property
-    def source(self) -> Any:
-        return self.inputs[1]
-
     def destination(self) -> str:
-        layout, whole = self.part, self.memory.get_layout()
+        memory: Any = self.inputs[0]
+        layout, whole = self.part, memory.get_layout()
         if (layout.size, layout.stride, layout.offset) == (whole.size, whole.stride, whole.offset):
-            return self.memory.codegen_reference()
+            return memory.codegen_reference()
         if layout.dtype != whole.dtype:  # a real part of complex memory
             if V.graph.cpp_wrapper:
                 refuse_in_cpp("a copy into a part of complex memory", self.origins)
             write: Any = V.graph.wrapper_code.codegen_python_shape_tuple
             size, stride = write(layout.size), write(layout.stride)
-            memory = f"torch.view_as_real({self.memory.codegen_reference()})"
-            return f"reinterpret_tensor({memory}, {size}, {stride}, {layout.offset})"
-        return ir.ReinterpretView(data=self.memory, layout=layout).codegen_reference()
+            numbers = f"torch.view_as_real({memory.codegen_reference()})"
+            return f"reinterpret_tensor({numbers}, {size}, {stride}, {layout.offset})"
+        return ir.ReinterpretView(data=memory, layout=layout).codegen_reference()
 
     def codegen(self, wrapper: Any) -> None:
         self.codegen_comment(wrapper)
-        target, source = self.destination(), self.source.codegen_reference()
+        target, source = self.destination(), self.inputs[1].codegen_reference()  # type: ignore[union-attr]
         if V.graph.cpp_wrapper:
             wrapper.writeline(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_({target}, {source}, 1));")
         else:

@@ -16,7 +16,7 @@ from torch._inductor.utils import gather_origins
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
-from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, storage_node
+from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, RECORD_STREAM, storage_node
 from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.copies_in_place import (
@@ -25,14 +25,12 @@ from torch_overlay._inductor.streams.copies_in_place import (
     IN_PLACE,
     inputs_in_parts,
     make_copies_in_place,
-    saved_in_inputs,
     write_back_parts,
 )
 from torch_overlay._inductor.streams.graph_order import (
     order_blocking_operations,
     order_graph,
     order_stream_operations,
-    RECORD_STREAM,
 )
 from torch_overlay._inductor.streams.host_copies import fix_layout, upload_returned_memory_at_once
 from torch_overlay._inductor.streams.single_stream import fold_branches
@@ -135,7 +133,9 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
             lowering.device_types.add("cuda")
         assume_unaligned(lowering, inputs_in_parts(gm.graph))
     if is_backward:
-        assume_unaligned(lowering, saved_in_inputs(gm.graph))
+        # They may lie in memory of the forward's inputs, and not in an aligned copy.
+        inputs = gm.graph.find_nodes(op="placeholder")
+        assume_unaligned(lowering, {str(n.target) for n in inputs if fact_of(n).in_input})
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:

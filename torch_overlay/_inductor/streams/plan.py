@@ -147,9 +147,6 @@ class Plan:
         used.update(wait.stream for wait in self.boundary_waits if wait.stream != HOST)
         return tuple(sorted(used))
 
-    def records_after(self, position: int) -> list[Event]:
-        return [e for e in self.events if e.after == position]
-
     def waits_before(self, position: int) -> list[tuple[Event, int]]:
         return [(e, stream) for e in self.events for at, stream in e.waits if at == position]
 
@@ -169,7 +166,7 @@ class Plan:
             return " ".join(parts)
 
         def records(position: int) -> str:
-            return " ".join(f"ev{e.index}@{label(e.stream)}" for e in self.records_after(position))
+            return " ".join(f"ev{e.index}@{label(e.stream)}" for e in self.events if e.after == position)
 
         rows.append(("", "", "entry", "", records(ENTRY), ""))
         for i, op in enumerate(self.ops):

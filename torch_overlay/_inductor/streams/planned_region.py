@@ -55,7 +55,7 @@ from torch_overlay._inductor.streams.switching import BeginRegion, EndRegion, On
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
@@ -188,17 +188,12 @@ def needs_plan(scheduler: Scheduler) -> bool:
     known = notes.needs_plan
     if known is None:
         known = bool(exit_waits() or saved_on_streams())
-        known = known or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
+        known = known or any(user_stream(scheduler, n) or stream_operation(n) is not None for n in scheduler.nodes)
+        known = known or any(fact_of(origin).has_tokens for n in scheduler.nodes for origin in fx_origins(n))
         if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
             known = any((device := n.get_device()) is not None and device.type == "cpu" for n in scheduler.nodes)
         notes.needs_plan = known
     return known
-
-
-def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
-    if user_stream(scheduler, node) or stream_operation(node) is not None:
-        return True
-    return any(fact_of(origin).has_tokens for origin in fx_origins(node))
 
 
 def plan_region(
@@ -341,9 +336,13 @@ HANDLE_IS_READ = (
 )
 
 
-def _outside(scheduler: Scheduler) -> tuple[list[int], list[int]]:
-    """Return the user's streams in the graph, and the caller's events that some node waits for."""
+def _outside(scheduler: Scheduler) -> tuple[list[int], list[int], list[int]]:
+    """Return the user's streams in the graph, the caller's events that some node waits for, and the other streams of
+    the user that a backward orders at its exit, because it frees memory that the forward saved on them, or because
+    gradients passed through them.
+    """
     streams: set[int] = set()
+    left = {*saved_on_streams().values()}
     events: set[int] = set()
     for node in scheduler.nodes:
         streams.add(user_stream(scheduler, node))
@@ -355,19 +354,12 @@ def _outside(scheduler: Scheduler) -> tuple[list[int], list[int]]:
             streams |= streams_of(tokens)
             events |= events_of(tokens)
     for end in exit_waits():
-        streams |= streams_of(end.tokens) | ({end.stream} if not V.graph.is_backward else set())
+        streams |= streams_of(end.tokens)
         events |= events_of(end.tokens)
+        (left if V.graph.is_backward else streams).add(end.stream)
     streams |= {*nested_streams()}
     theirs = {s for s in streams - private_streams() - {CALLERS_STREAM} if not is_copy_stream(s)}
-    return sorted(theirs), sorted(events)
-
-
-def _left_behind(streams: Collection[int]) -> list[int]:
-    """Return the other streams of the user that a backward orders at its exit, because it frees memory that the forward
-    saved on them, or because gradients passed through them.
-    """
-    engine = {end.stream for end in exit_waits()} - {CALLERS_STREAM} if V.graph.is_backward else set()
-    return sorted({*saved_on_streams().values(), *engine}.difference(streams))
+    return sorted(theirs), sorted(events), sorted(left - theirs - {CALLERS_STREAM})
 
 
 def _recorded_results(scheduler: Scheduler) -> dict[str, list[int]]:
@@ -400,8 +392,7 @@ def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     if not inductor_config.triton.cudagraphs or not (needs_plan(scheduler) or nested_streams()):
         yield
         return
-    streams, events = _outside(scheduler)
-    left = _left_behind(streams)
+    streams, events, left = _outside(scheduler)
     if not (streams or events or left):
         yield
         return
