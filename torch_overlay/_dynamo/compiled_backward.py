@@ -283,32 +283,15 @@ def position_of(table: objects.Snapshot) -> int:
     return next(i for i, t in enumerate(reversed(thread.queue), 1) if t is table)
 
 
-def _callers(tables: Sequence[objects.Snapshot], here: torch.Stream) -> list[torch.cuda.Stream]:
-    """Return the streams on which the forwards were called, except the current stream."""
-    streams = [t.objects[0] for t in tables]
-    found = {s.cuda_stream: s for s in streams if isinstance(s, torch.cuda.Stream)}
-    found.pop(here.cuda_stream, None)  # type: ignore[attr-defined]
-    return list(found.values())
-
-
 def run_backward(call: Callable[[], Any], gm: GraphModule, needed: Sequence[StreamObject]) -> Any:
-    """Call the graph of a backward, with the streams and events that it needs of the tables that were queued for it.
-    The current stream waits for those on which the forwards were called, and they for it afterwards.
-    """
+    """Call the graph of a backward, with the streams and events that it needs of the tables that were queued for it."""
     tables, thread.queue = thread.queue, []
     if not tables:
         return call()
     for found in needed:
         setattr(gm, found.name, tables[-found.from_end].objects[found.index])
-    # The forwards wrote the saved tensors on the streams that they were called on, which may also own their memory.
-    here = objects.callers_stream()
-    others = _callers(tables, here)
-    for other in others:
-        here.wait_stream(other)
     try:
-        return call()
+        return objects.run_after_forwards([table.objects[0] for table in tables], call)
     finally:
-        for other in others:
-            other.wait_stream(here)
         for found in needed:
             setattr(gm, found.name, None)

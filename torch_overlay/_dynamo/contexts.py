@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 class _StreamBlock(StreamContextVariable):
     """Context of one `with s:` block. A stream may be entered again inside its own block."""
 
-    def __init__(self, stream: StreamVariable) -> None:
-        self.overlay_stream = stream
-        super().__init__(stream)
-
 
 def setup_or_before_with(original: Callable[..., None], tx: InstructionTranslatorBase, inst: Instruction) -> None:
     """Wrap the instruction that begins a with block: a stream becomes the context of its block."""
@@ -94,7 +90,7 @@ def enter(
         context.overlay_device_context.enter(tx)
     result = original(context, tx, *args)
     state.levels[-1].context = context
-    return context.overlay_stream if isinstance(context, _StreamBlock) else result
+    return stream if isinstance(context, _StreamBlock) else result
 
 
 def exit(

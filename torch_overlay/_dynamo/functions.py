@@ -21,7 +21,7 @@ from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GlobalSou
 from torch._dynamo.utils import guard_if_dyn
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
-from torch._dynamo.variables.streams import CudaStreamVariable, StreamContextVariable, StreamVariable
+from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
 from torch_overlay._dynamo import ops, registry
@@ -103,10 +103,6 @@ def set_stream(function: Any, tx: InstructionTranslatorBase, stream: Any) -> Var
     return ConstantVariable.create(None)
 
 
-def stream_context(function: Any, tx: InstructionTranslatorBase, stream: Any) -> VariableTracker:
-    return StreamContextVariable.create(tx, stream)
-
-
 def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
     """Trace synchronize; without a device it synchronizes the device that is current at run time."""
     state = tx.symbolic_stream_state
@@ -149,7 +145,6 @@ def handlers() -> dict[Callable[..., Any], Handler]:
         torch.cuda.default_stream: default_stream,
         torch.cuda.set_stream: set_stream,
         torch.accelerator.set_stream: set_stream,
-        torch.cuda.stream: stream_context,
         torch.cuda.synchronize: synchronize,
         torch.accelerator.synchronize: synchronize,
         torch.cuda.is_current_stream_capturing: is_current_stream_capturing,

@@ -101,10 +101,6 @@ def stream_record_event(self: Any, tx: Any, args: list[Any], kwargs: dict[str, A
     return event
 
 
-def stream_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    return _sync(tx, torch.ops.streams.synchronize_stream, self.user_object_index)
-
-
 def stream_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     return runtime_bool(tx, ops.query_stream, self.user_object_index)
 
@@ -116,10 +112,6 @@ def event_wait(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> V
 
 def event_record(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     return _record(tx, self, _stream(self, tx, "record", args, kwargs))
-
-
-def event_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    return _sync(tx, torch.ops.streams.synchronize_event, self.user_object_index)
 
 
 def event_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:

@@ -39,7 +39,7 @@ from torch._dynamo.eval_frame import skip_code
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class _Thread(threading.local):
@@ -139,16 +139,25 @@ class Snapshot:
         forward = self.objects[0]
         if not isinstance(forward, torch.cuda.Stream):
             return _run_with(self.objects, compiled, args)
-        current = callers_stream()
-        if current.cuda_stream == forward.cuda_stream:
-            return _run_with([current, *self.objects[1:]], compiled, args)
-        # The engine knows no stream of this node, because none of its outputs is on a device. The tensors saved for it
-        # were written on the forward's stream.
-        current.wait_stream(forward)
-        try:
-            return _run_with([current, *self.objects[1:]], compiled, args)
-        finally:
-            forward.wait_stream(current)
+        table = [callers_stream(), *self.objects[1:]]
+        # The engine knows no stream of a node none of whose outputs is on a device.
+        return run_after_forwards([forward], lambda: _run_with(table, compiled, args))
+
+
+def run_after_forwards(forwards: Iterable[object], run: Callable[[], Any]) -> Any:
+    """Run a backward on the current stream, which waits for the streams on which its forwards were called, and they for
+    it afterwards. There the saved tensors were written, and their memory may be those streams'.
+    """
+    here: Any = callers_stream()
+    streams = {s.cuda_stream: s for s in forwards if isinstance(s, torch.cuda.Stream)}
+    streams.pop(here.cuda_stream, None)
+    for forward in streams.values():
+        here.wait_stream(forward)
+    try:
+        return run()
+    finally:
+        for forward in streams.values():
+            forward.wait_stream(here)
 
 
 def _run_with(objects: Sequence[object], compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -102,9 +102,6 @@ class _NvtxRangeVariable(ContextWrappingVariable):
     def fn_name(self) -> str:
         return "range"
 
-    def supports_graph_breaks(self) -> bool:
-        return True
-
     def reconstruct_type(self, codegen: PyCodegen) -> None:
         """Push a callable that returns the context: Note [Graph breaks in stream contexts]."""
         codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))

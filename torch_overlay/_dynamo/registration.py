@@ -44,8 +44,8 @@ def handler(
     return handle
 
 
-_STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "synchronize", "query")
-_EVENT_METHODS = ("wait", "record", "synchronize", "query", "elapsed_time")
+_STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "query")
+_EVENT_METHODS = ("wait", "record", "query", "elapsed_time")
 _STREAM_ATTRIBUTES = {
     "device": "stream_device",
     "device_index": "stream_device_index",

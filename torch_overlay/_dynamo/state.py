@@ -58,9 +58,6 @@ class CallersStreamVariable(CudaStreamVariable):
     def python_type(self) -> type:
         return torch.Stream if self.base else torch.cuda.Stream
 
-    def _is_current_stream(self) -> bool:
-        return True
-
     def reconstruct(self, codegen: PyCodegen) -> None:
         assert self.user_object_index is not None
         name = registry.local_of(codegen.tx.output, self.user_object_index)

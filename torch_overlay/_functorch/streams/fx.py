@@ -59,6 +59,18 @@ def is_device_synchronization(node: Node) -> bool:
     return node.target is _streams.synchronize_device.default
 
 
+def device_of(node: object) -> torch.device | None:
+    """Return the device of a node's tensor; None for other values."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+def device_type(node: object) -> str:
+    """Return the type of the device of a node's tensor; empty for other values."""
+    device = device_of(node)
+    return "" if device is None else device.type
+
+
 def is_view(node: Node) -> bool:
     """True if the node names memory of its first argument. A conversion to the type that the argument already has
     counts too, if a copy from the host ends with it or a copy to the host begins with it. Any other conversion is a
@@ -198,15 +210,11 @@ def blocks_host(node: Node) -> bool:
     """
     target, args = node.target, node.args
     if target is _aten._local_scalar_dense.default:
-        read = args[0].meta.get("val") if isinstance(args[0], torch.fx.Node) else None
-        return not (isinstance(read, torch.Tensor) and read.device.type == "cpu")
+        return device_type(args[0]) != "cpu"
     if target not in (_aten._to_copy.default, _DEVICE_PUT, _aten.copy.default, _aten.copy_.default):
         return False
-    source = args[target in (_aten.copy.default, _aten.copy_.default)]
-    made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-    if is_non_blocking(node) or not (isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
-        return False
-    return (made.device.type == "cpu") != (given.device.type == "cpu")
+    made, given = device_type(node), device_type(args[target in (_aten.copy.default, _aten.copy_.default)])
+    return bool(made and given) and not is_non_blocking(node) and (made == "cpu") != (given == "cpu")
 
 
 def is_non_blocking(copy: Node) -> bool:
@@ -218,8 +226,7 @@ def is_asynchronous_copy(node: Node) -> bool:
     """True for a copy between host and device into memory that the user names, for which the host doesn't wait."""
     if node.target is not _aten.copy.default or len(node.args) < 3 or node.args[2] is not True:
         return False
-    sides = [n.meta.get("val") for n in node.args[:2] if isinstance(n, torch.fx.Node)]
-    return {v.device.type for v in sides if isinstance(v, torch.Tensor)} == {"cpu", "cuda"}
+    return {*map(device_type, node.args[:2])} - {""} == {"cpu", "cuda"}
 
 
 def node_stream(node: Node) -> int:

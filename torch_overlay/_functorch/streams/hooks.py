@@ -99,12 +99,10 @@ def collect_bw_donated_buffer_idxs(
     puts what it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So
     none is donated there that a gradient could take the memory of: Inductor reuses memory for the same type and size.
     """
-    donated = original(forward, backward, metadata)
+    donated, inputs = original(forward, backward, metadata), backward.graph.find_nodes(op="placeholder")
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
-        saved = backward.graph.find_nodes(op="placeholder")
         returned = {None, *map(type_and_bytes, backward.graph.output_node().all_input_nodes)}
-        donated = [i for i in donated if type_and_bytes(saved[i]) not in returned]
+        donated = [i for i in donated if type_and_bytes(inputs[i]) not in returned]
     if not handles_streams():
         return donated
-    inputs = backward.graph.find_nodes(op="placeholder")
     return [i for i in may_be_donated(forward.graph, backward.graph, donated) if not is_slab(inputs[i])]

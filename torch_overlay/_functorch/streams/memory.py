@@ -90,7 +90,8 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     if target in (_aten.alias.default, _aten.detach.default):
         return writers_of_elements(args[0], box)
     if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
-        order = _order(node, len(box))
+        permute: Any = target
+        order = permute(torch.empty([*range(len(box))], device="meta"), *args[1:]).shape  # where each dimension goes
         return writers_of_elements(args[0], tuple(box[order.index(d)] for d in range(len(box))))
     if viewed is not None:
         given = _box_before_split(node, viewed, box) if target is _aten.view.default else None
@@ -140,18 +141,6 @@ def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
     else:
         taken = given[dim]
     return (*box[:dim], taken, *box[dim + 2 :])
-
-
-def _order(node: Node, dims: int) -> list[int]:
-    """Return, for each dimension of a permutation, the dimension of its base that it is."""
-    args: Any = node.args
-    order = list(range(dims))
-    if node.target is _aten.permute.default:
-        return [d % dims for d in args[1]]
-    one, other = (args[1], args[2]) if node.target is _aten.transpose.int else (0, 1)
-    if dims > 1:
-        order[one], order[other] = order[other], order[one]
-    return order
 
 
 def _meet(a: range, b: range) -> bool:

@@ -19,6 +19,7 @@ from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
     DEALLOC,
+    device_of,
     is_backward,
     is_stream_op,
     node_stream,
@@ -62,11 +63,6 @@ _COPIES = (
 )
 
 
-def _device(node: Node) -> int | None:
-    value = node.meta.get("val")
-    return value.device.index if isinstance(value, torch.Tensor) and value.device.type == "cuda" else None
-
-
 class PeerCopies:
     """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
@@ -81,20 +77,18 @@ class PeerCopies:
         stream = node_stream(node)
         if stream and self.devices.get(stream) == device:
             return stream
-        if device not in self.callers_stream:  # no operation of the user's names the stream
-            self.callers_stream[device] = callers_stream_index(device)
-        return self.callers_stream[device]
+        return self.callers_stream.get(device, callers_stream_index(device))  # if no operation of the user's names it
 
     def ends(self, node: Node) -> tuple[int, int] | None:
         """Return the streams that are current on the devices of the source and of the result; None for a node that is
         no copy between GPUs.
         """
-        if node.target not in _COPIES or (target := _device(node)) is None:
+        target = device_of(node)
+        if node.target not in _COPIES or target is None or target.type != "cuda":
             return None
-        for source in node.all_input_nodes:
-            if (device := _device(source)) is not None and device != target:
-                return self.current(device, node), self.current(target, node)
-        return None
+        sources = (device for n in node.all_input_nodes if (device := device_of(n)) is not None)
+        source = next((d for d in sources if d.type == "cuda" and d.index != target.index), None)
+        return None if source is None else (self.current(source.index, node), self.current(target.index, node))
 
 
 _streams = torch.ops.streams

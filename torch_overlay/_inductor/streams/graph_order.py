@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from typing import Any, TYPE_CHECKING
 
-import torch
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import NodeUser
 from torch._inductor.virtualized import V
@@ -22,6 +21,7 @@ from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import (
     base_of,
     blocks_host,
+    device_type,
     is_device_synchronization,
     is_stream_op,
     is_synchronization,
@@ -36,6 +36,8 @@ from torch_overlay._inductor.streams.graph_facts import required
 
 
 if TYPE_CHECKING:
+    import torch
+
     from torch_overlay._functorch.streams.tokens import Token
 
 
@@ -121,9 +123,8 @@ def touches_host_memory(node: torch.fx.Node) -> bool:
     """True for an operation on host memory. What the user does with that memory after a synchronisation comes after it,
     since the device may have written the memory: no data dependence says so.
     """
-    values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
-    on_host = (isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
-    return node.op == "call_function" and not is_stream_op(node) and any(on_host)
+    is_operation = node.op == "call_function" and not is_stream_op(node)
+    return is_operation and "cpu" in map(device_type, (node, *node.all_input_nodes))
 
 
 def touches_callers_memory(node: torch.fx.Node) -> bool:
@@ -187,7 +188,6 @@ def order_blocking_operations(scheduler: Any) -> None:
         return
     position = {node: i for i, node in enumerate(nodes)}
     launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # last position, stream, node, promises
-    on_host: list[tuple[int, Any, frozenset[Token]]] = []  # of those, what touches the host's memory
     blocking: list[tuple[int, int, Any, Token | None]] = []
     for node in scheduler.nodes:
         origins = sorted(fx_origins(node), key=position.__getitem__)
@@ -195,8 +195,6 @@ def order_blocking_operations(scheduler: Any) -> None:
             promises = frozenset(t for n in origins for t in fact_of(n).promises)
             last = position[origins[-1]]
             launched.append((last, node_stream(origins[-1]), node, promises))
-            if any(map(touches_host_memory, origins)):
-                on_host.append((last, node, promises))
             for n in filter(blocks_host, origins):
                 token = fact_of(n).requires
                 blocking.append((position[n], node_stream(n), node, token))
@@ -205,8 +203,9 @@ def order_blocking_operations(scheduler: Any) -> None:
         _order_after(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
     for _, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
         _order_after(node, [n for _, _, n, promises in launched if token in promises], readers)
-    for last, node, promises in on_host:
-        _order_after(node, [n for at, _, n, token in blocking if at < last and token not in promises], readers)
+    for last, _, node, promises in launched:
+        if any(map(touches_host_memory, fx_origins(node))):
+            _order_after(node, [n for at, _, n, token in blocking if at < last and token not in promises], readers)
 
 
 def _readers(scheduler: Any) -> dict[Any, set[Any]]:

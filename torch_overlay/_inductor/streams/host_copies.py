@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from torch_overlay._functorch.streams.fx import is_non_blocking, storage_node
+from torch_overlay._functorch.streams.fx import device_type, is_non_blocking, storage_node
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._inductor.user_lines import refuse_in_cpp
 
@@ -159,11 +159,6 @@ def register() -> None:
     lowerings[MEMORY_LIKE] = _memory_like
 
 
-def _device_type(node: object) -> str:
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    return value.device.type if isinstance(value, torch.Tensor) else ""
-
-
 def upload_returned_memory_at_once(graph: Graph) -> None:
     """Make uploads of host memory that leaves the graph block, unless eager's memory is pinned as well."""
     returned = results_made(graph.output_node())
@@ -172,7 +167,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
             source = storage_node(node.args[0])
             if source not in returned or source.op == "placeholder" or is_pinned(source):
                 continue
-            if _device_type(source) == "cpu" and _device_type(node) == "cuda":
+            if device_type(source) == "cpu" and device_type(node) == "cuda":
                 if is_non_blocking(node):
                     node.meta[RETURNED] = True
                 if "non_blocking" in node.kwargs:
@@ -184,5 +179,5 @@ def is_pinned(node: Node) -> bool:
     """True if eager pins what the node makes: a download that doesn't block, or memory that was asked for as pinned."""
     if node.target is torch.ops.aten._pin_memory.default or node.kwargs.get("pin_memory"):
         return True
-    is_copy = node.target is torch.ops.aten._to_copy.default and _device_type(node.args[0]) == "cuda"
+    is_copy = node.target is torch.ops.aten._to_copy.default and device_type(node.args[0]) == "cuda"
     return is_copy and is_non_blocking(node)

@@ -16,7 +16,14 @@ from torch._inductor.utils import gather_origins
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
-from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, node_stream, RECORD_STREAM, storage_node
+from torch_overlay._functorch.streams.fx import (
+    blocks_host,
+    device_type,
+    is_stream_op,
+    node_stream,
+    RECORD_STREAM,
+    storage_node,
+)
 from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.copies_in_place import (
@@ -100,8 +107,7 @@ def copied_by_device(graph: Any, node: torch.fx.Node) -> bool:
     one on the host, if it can: if nobody counts on the host waiting for the copy, and the constant isn't scanned or
     sorted, which upstream fails to make there.
     """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+    if device_type(node) != "cpu":
         return False
     is_counted_on = fact_of(node).requires is not None and blocks_host(node)
     if is_counted_on or node.target not in (torch.ops.prims.device_put.default, torch.ops.aten._to_copy.default):

@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.device_peaks import bytes_per_us
 from torch_overlay._functorch.streams.facts import add_after, add_promised, fact_of
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on, view_chain
+from torch_overlay._functorch.streams.fx import device_of, is_stream_op, is_view, node_stream, place_on, view_chain
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, owner_of, stream_operation
@@ -115,11 +115,6 @@ _ALSO_POINTWISE = frozenset(
 )
 
 
-def _device(node: Node) -> torch.device | None:
-    value = node.meta.get("val")
-    return value.device if isinstance(value, torch.Tensor) else None
-
-
 def _is_pointwise(node: Node) -> bool:
     """True if Inductor fuses the node into a consumer or a neighbour, and the node stays on one device."""
     target = node.target
@@ -127,7 +122,7 @@ def _is_pointwise(node: Node) -> bool:
         return False
     if not (torch.Tag.pointwise in target.tags or is_view(node) or target in _ALSO_POINTWISE):
         return False
-    devices = {_device(n) for n in (node, *node.all_input_nodes)}
+    devices = {device_of(n) for n in (node, *node.all_input_nodes)}
     return len(devices) == 1 and None not in devices and torch.device("cpu") not in devices
 
 
