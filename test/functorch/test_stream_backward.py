@@ -769,7 +769,7 @@ class TestCompiledAutograd(TestCase):
         x = torch.randn(8, 8, device="cuda")
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
         run_one, run_two = on_side(one, weight), on_side(two, weight)
-        failure = mock.patch.object(compiled_backward, "mark", side_effect=RuntimeError("the trace fails"))
+        failure = mock.patch.object(compiled_backward, "mark_backward", side_effect=RuntimeError("the trace fails"))
         with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
             (run_one(x) + run_one(x)).backward()
         seen = []

@@ -74,8 +74,17 @@ class StreamObject:
         return f"backward_{self.from_end}_object_{self.index}"
 
 
-def mark(copies: Sequence[Node], from_end: int) -> None:
-    """Save in `meta` the streams and events of operations copied from a backward graph; Dynamo numbers them anew."""
+def mark_backward(
+    graph: Graph, copies: Sequence[Node], copy_of: Callable[[Node], Node], table: objects.Snapshot
+) -> None:
+    """Save in `meta` the streams and events of what was copied from a backward graph; Dynamo numbers them anew.
+    `copies` are its operations, `copy_of` returns the copy of an input, and `table` has the objects of the forward, and
+    is queued.
+    """
+    from_end = position_of(table)
+    for value in graph.find_nodes(op="placeholder"):
+        if stream := fact_of(value).memory:
+            copy_of(value).meta[SAVED] = StreamObject(from_end, stream)
     for node in copies:
         if stream := node_stream(node):
             node.meta[KEY] = StreamObject(from_end, stream)
@@ -89,19 +98,6 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         node.meta.pop(BACKWARD, None)
         place_on(node, CALLERS_STREAM)
         replace_fact(node, NOTHING)
-
-
-def mark_backward(
-    graph: Graph, copies: Sequence[Node], copy_of: Callable[[Node], Node], table: objects.Snapshot
-) -> None:
-    """Mark what was copied from a backward graph. `copies` are its operations, `copy_of` returns the copy of an input,
-    and `table` has the objects of the forward, and is queued.
-    """
-    from_end = position_of(table)
-    mark(copies, from_end)
-    for value in graph.find_nodes(op="placeholder"):
-        if stream := fact_of(value).memory:
-            copy_of(value).meta[SAVED] = StreamObject(from_end, stream)
 
 
 _METHODS = {**METHODS_OF_EVENTS, **METHODS_OF_STREAMS, "record_stream": "record_stream"}

@@ -42,8 +42,8 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTOu
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.duplicates import split_duplicates
+from torch_overlay._functorch.streams.epilogue import autograd_stream, first_reader
 from torch_overlay._functorch.streams.facts import (
     add_promised,
     ExitWait,
@@ -346,8 +346,8 @@ def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
     for node in reversed(computed):
         if not before.isdisjoint(node.users):
             before.add(node)
-    streams = {n: autograd_nodes.stream_of(n) for n in computed if n in after and n in before}
-    return given | streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
+    streams = {n: autograd_stream(n) for n in computed if n in after and n in before}
+    return given | streams | {node: first_reader(node) for node in leaves if node in begins}
 
 
 def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:

@@ -10,10 +10,9 @@ import torch
 from torch_overlay import config, frame_facts
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies
 from torch_overlay._functorch.offload.hooks import offload_saved
-from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, keep_unsaved, prepare_parts
 from torch_overlay._functorch.streams.duplicates import merge_duplicates
-from torch_overlay._functorch.streams.epilogue import EpilogueNotes, note_epilogue, place_copies
+from torch_overlay._functorch.streams.epilogue import EpilogueNotes, made_on, note_epilogue, place_copies
 from torch_overlay._functorch.streams.placement import place_streams
 from torch_overlay._functorch.streams.saved_values import may_be_donated, type_and_bytes
 from torch_overlay._stream_handling import handles_streams
@@ -52,7 +51,7 @@ class _Placement:
     def view_makers(self, metadata: ViewAndMutationMeta) -> Sequence[ViewMaker | None]:
         notes = EpilogueNotes.find(metadata)
         streams_of_each = notes.view_streams if notes is not None else ()
-        return [functools.partial(autograd_nodes.made_on, streams) if streams else None for streams in streams_of_each]
+        return [functools.partial(made_on, streams) if streams else None for streams in streams_of_each]
 
 
 POLICY = _Placement()

@@ -30,9 +30,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo.ops import RANGES
-from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import mark_backward, read_past_updates
-from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
+from torch_overlay._functorch.streams.epilogue import follow_mutations, note_autograd_nodes, place_first_copies
 from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
@@ -208,7 +207,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
 
 
 def _number_ranges(nodes: Sequence[Node]) -> None:
-    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `streams.ranges`."""
+    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `graph_order`."""
     if not any(node.target in RANGES for node in nodes):
         return
     before = {True: 0, False: 0}  # in the backward, in the forward
@@ -234,7 +233,7 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
             if "stream" in node.meta.get("custom", {}):
                 place_on(node, CALLERS_STREAM)
         return
-    autograd_nodes.note(gm.graph, frame.first_readers)
+    note_autograd_nodes(gm.graph, frame.first_readers)
     place_first_copies(gm.graph)
     mark_backward(gm.graph)
     read_past_updates(gm.graph)

@@ -12,11 +12,11 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
+from torch_overlay._dynamo.ops import NVTX, range_mark, range_push, RANGES
 from torch_overlay._inductor import kernel_places
 from torch_overlay._inductor.notes import active_region, WrapperNotes
 from torch_overlay._inductor.offload.codegen import is_copy
 from torch_overlay._inductor.scheduler_nodes import makes_lazy_zeros, stream_operation
-from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.planned_region import (
     needs_plan,
     ordered_around,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 CROSS_DEVICE = "cross-device ops"  # upstream's reason
+_RUNTIME_OF_RANGES = "from torch_overlay._dynamo.ops import pop_range, push_range"
 
 
 def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
@@ -92,9 +93,27 @@ def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> No
         emitter.free(buffer, lambda: original(wrapper, buffer))
 
 
+def write_range(wrapper: Any, node: Any) -> bool:
+    """Write an operation of a profiler range as a direct call. False: the node is another operation."""
+    overload = node.op_overload
+    if overload not in RANGES:
+        return False
+    arguments, is_push = node.constant_args, overload is range_push
+    if overload is range_mark:
+        wrapper.writeline(f"torch.cuda.nvtx.mark({arguments[0]!r})")
+    elif arguments[0] == NVTX:
+        wrapper.writeline(f"torch.cuda.nvtx.range_push({arguments[1]!r})" if is_push else "torch.cuda.nvtx.range_pop()")
+    else:
+        imports = root_of(wrapper).imports
+        if not imports.contains(_RUNTIME_OF_RANGES):
+            imports.writeline(_RUNTIME_OF_RANGES)
+        wrapper.writeline(f"{'push_range' if is_push else 'pop_range'}({', '.join(map(repr, arguments))})")
+    return True
+
+
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active_region(V.graph.scheduler)
-    if ranges.write(wrapper, root_of(wrapper), node):
+    if write_range(wrapper, node):
         return
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)

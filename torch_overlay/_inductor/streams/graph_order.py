@@ -5,6 +5,15 @@ place. It is ordered after every node that carries its token, and after the visi
 FX graph, whose passes move nodes towards their users (`order_graph`), so that values that are lowered before it become
 buffers before it; then in the scheduler. Dependencies there are for the order only: nothing is read, and nothing on the
 device waits. The planner makes the order true on the device.
+
+Note [Ranges]
+A range shows the launches that the host makes while it is open, so `range_push`, `range_pop` and `range_mark` (see
+`_dynamo.ops`) are ordered on the host, and nothing on the device waits for them. When streams are placed, each node
+notes how many of these operations the program has before it (`Fact.range`). From then on an operation of a range comes
+after the nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is
+realized into buffers, in the scheduler. So kernels are not fused across the end of a range. A kernel that computes
+nodes of several numbers belongs to the largest. Where a pass has made an order that contradicts this, data dependence
+decides.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from torch._inductor.scheduler import NodeUser
 from torch._inductor.virtualized import V
 
 from torch_overlay import orders
+from torch_overlay._dynamo.ops import RANGES
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import (
     base_of,
@@ -31,11 +41,12 @@ from torch_overlay._functorch.streams.fx import (
     updated_operands,
 )
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation
-from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.graph_facts import required
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from torch_overlay._functorch.streams.tokens import Token
@@ -78,7 +89,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
         if barrier is not None and touches_callers_memory(node) and not is_earlier(node, barrier):
             wanted[node].add(barrier)
     in_ranges = {node: set(needed) for node, needed in wanted.items()}
-    for first, second in ranges.order(nodes):
+    for first, second in _order_of_ranges(nodes):
         in_ranges[second].add(first)
     # A pass may have merged nodes before and after the end of a range, too.
     order = next((found for edges in (in_ranges, wanted) if len(found := _sorted(nodes, edges)) == len(nodes)), None)
@@ -87,6 +98,19 @@ def order_graph(graph: torch.fx.Graph) -> None:
     if order != nodes:
         for node in order[:-1]:
             order[-1].prepend(node)
+
+
+def _order_of_ranges(nodes: list[torch.fx.Node]) -> Iterator[tuple[torch.fx.Node, torch.fx.Node]]:
+    """Yield pairs of nodes: the first must come before the second. Operations of ranges are already in order."""
+    places = {fact_of(n).range: n for n in nodes if n.target in RANGES}
+    for node in nodes:
+        known = fact_of(node).range
+        if known is None or node.target in RANGES or node.op != "call_function":
+            continue
+        if (following := places.get(known)) is not None:
+            yield node, following
+        if (previous := places.get(known - 1)) is not None:
+            yield previous, node
 
 
 def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:
@@ -155,7 +179,7 @@ def order_stream_operations(scheduler: Any) -> None:
             needed = list(earlier)
             for token in required(node):
                 needed += carriers.get(token, ())
-            for number in (ranges.number(n) for n in fx_origins(node) if ranges.is_range(n)):
+            for number in (fact_of(n).range for n in fx_origins(node) if n.target in RANGES):
                 needed += [name for name, known in launched.items() if number is not None and known <= number]
                 of_ranges[number or 0] = own
             dependencies.update(n for n in needed if n not in own)
@@ -165,7 +189,8 @@ def order_stream_operations(scheduler: Any) -> None:
         else:
             dependencies.update(awaited if any(map(touches_host_memory, fx_origins(node))) else ())
             dependencies.update(barriers if any(map(touches_callers_memory, fx_origins(node))) else ())
-            if (number := ranges.largest(fx_origins(node))) is not None:
+            numbers = {fact_of(n).range for n in fx_origins(node) if n.target not in RANGES} - {None}
+            if (number := max(numbers, default=None)) is not None:  # type: ignore[type-var]
                 launched.update(dict.fromkeys(own, number))
                 dependencies.update(of_ranges.get(number - 1, ()))
         for origin in fx_origins(node):

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config, ir
 from torch._inductor.utils import gather_origins
 
 from torch_overlay import config
+from torch_overlay._dynamo.ops import RANGES
 from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import (
@@ -25,7 +26,6 @@ from torch_overlay._functorch.streams.fx import (
     storage_node,
 )
 from torch_overlay._inductor.offload import codegen as offload_codegen
-from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.copies_in_place import (
     assume_unaligned,
     computed_in_place,
@@ -85,8 +85,11 @@ def realize_before(graph: Any, node: torch.fx.Node) -> None:
                 token in fact_of(origin).promises for origin in (earlier, *gather_origins([value], {}))
             ):
                 value.realize()
-    if ranges.is_range(node):
-        ranges.realize_before(graph, node)
+    if node.target in RANGES:
+        for earlier, value in graph.env.items():
+            is_computed = earlier.op == "call_function" and earlier.all_input_nodes  # constants are not
+            if isinstance(value, ir.TensorBox) and is_computed:
+                value.realize()
 
 
 def realize_after(node: torch.fx.Node, result: object) -> None:

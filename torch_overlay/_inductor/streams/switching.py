@@ -238,7 +238,7 @@ def share_memory(lines: list[Any]) -> list[Any]:
     return [instead.get(id(line), line) for line in lines]
 
 
-RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
+RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `codegen.write_range` writes
 _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
 
 
