@@ -12,7 +12,7 @@ without one:
 from __future__ import annotations
 
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,8 +42,11 @@ def _blocks_host(node: Node) -> bool:
     return made is not None and (not made) in given
 
 
-# Functions of torch.nn.functional that call a random operator of another name.
-_CALLERS = ("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward")
+# Functions of torch.nn.functional that call a random operator of another name, some only in training.
+_CALLERS = (
+    *("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d"),
+    *("multi_head_attention_forward", "scaled_dot_product_attention"),
+)
 
 
 @functools.cache
@@ -52,22 +55,8 @@ def _is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     is_operator = isinstance(packet, torch._ops.OpOverloadPacket)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if is_operator else []
-    return name.startswith(_CALLERS) or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
-
-
-def _draws_random_numbers(node: Node) -> bool:
-    """True if the node's function may draw random numbers; dropout draws none outside of training, and neither does
-    attention without dropout."""
-
-    def argument(index: int, name: str, default: Any) -> Any:
-        return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "scaled_dot_product_attention":
-        return argument(4, "dropout_p", 0.0) != 0.0
-    if "dropout" in name:
-        return argument(2, "training", True) is not False
-    return _is_random(name)
+    is_caller = name.startswith(_CALLERS) or "dropout" in name
+    return is_caller or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
 
 
 def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
@@ -75,6 +64,6 @@ def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
         return False
     if not handles_streams() or node.op not in ("call_function", "call_method"):
         return True
-    if _draws_random_numbers(node):
+    if _is_random(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")):
         return False
     return not _blocks_host(node) or not has_streams(node.graph.nodes)
