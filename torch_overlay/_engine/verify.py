@@ -180,27 +180,13 @@ class SeamTarget(NamedTuple):
 
 
 def unwrap_descriptor(raw: Any) -> Any:
-    """Return the function inside a static method, class method or property."""
-    if isinstance(raw, (staticmethod, classmethod)):
-        return raw.__func__
-    if isinstance(raw, property):
-        return raw.fget
-    if isinstance(raw, functools.cached_property):
-        return raw.func
-    return raw
+    """Return the function inside a static method or a class method. No seam is in a property."""
+    return raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
 
 
 def rewrap_descriptor(raw: Any, function: Any) -> Any:
     """Return a descriptor like `raw` around another function."""
-    if isinstance(raw, (staticmethod, classmethod)):
-        return type(raw)(function)
-    if isinstance(raw, property):
-        return property(function, raw.fset, raw.fdel, raw.__doc__)
-    if isinstance(raw, functools.cached_property):
-        new = functools.cached_property(function)
-        new.attrname = raw.attrname
-        return new
-    return function
+    return type(raw)(function) if isinstance(raw, (staticmethod, classmethod)) else function
 
 
 def find_owner(seam: Seam, module: ModuleType) -> Any:
