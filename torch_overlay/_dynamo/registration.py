@@ -74,18 +74,11 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
         table.update(entries)
 
     def methods(table: dict[str, Any], kind: str, names: tuple[str, ...]) -> None:
-        upstream = {name: getattr(table.get(name), "handler", None) for name in names}
-        update(table, {name: Method(handler(f"{kind}_{name}", upstream[name])) for name in names})
+        update(table, {n: Method(handler(f"{kind}_{n}", getattr(table.get(n), "handler", None))) for n in names})
 
     def attributes(table: dict[str, Any], names: dict[str, str], only_cuda: bool) -> None:
-        upstream = {name: getattr(table.get(name), "getter", None) for name in names}
-        update(
-            table,
-            {
-                name: GetSet(handler(function, upstream[name], only_cuda), readonly_setter)
-                for name, function in names.items()
-            },
-        )
+        getters = {n: handler(ours, getattr(table.get(n), "getter", None), only_cuda) for n, ours in names.items()}
+        update(table, {name: GetSet(getter, readonly_setter) for name, getter in getters.items()})
 
     methods(streams.StreamVariable.tp_methods, "stream", _STREAM_METHODS)
     methods(streams.EventVariable.tp_methods, "event", _EVENT_METHODS)

@@ -67,7 +67,7 @@ class Fact:
       node is ordered after the nodes that carry the token in `promised_to`.
     - `reads`: the streams whose memory the node reads in eager (`memory`).
     - `order`: place in the user's stream program, for an operation that stays in the graph.
-    - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `graph_order`.
+    - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.lowering`.
     - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.
     - `exit_waits`, `results`: facts of the graph; the same on every node of a forward, so that they survive if nodes
       are left out.

@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.descriptors import AOTOutput, BackwardTokenA
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay.orders import reached
 
 
 if TYPE_CHECKING:
@@ -302,14 +303,7 @@ def is_backward(node: Node) -> bool:
 
 def launches_kernels(gm: GraphModule) -> bool:
     """True if the graph launches kernels once unread nodes are dropped. Views and stream operations launch none."""
-    todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or is_stream_op(node):
-            continue
-        seen.add(node)
-        if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
-            return True
-        todo += node.all_input_nodes
-    return False
+    kept = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
+    needed = reached(kept, lambda n: () if is_stream_op(n) else n.all_input_nodes)
+    operations = (n for n in needed if n.op == "call_function" and not is_stream_op(n))
+    return any(not is_view(n) and n.target is not operator.getitem for n in operations)

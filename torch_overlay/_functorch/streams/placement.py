@@ -207,7 +207,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
 
 
 def _number_ranges(nodes: Sequence[Node]) -> None:
-    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `graph_order`."""
+    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `streams.lowering`."""
     if not any(node.target in RANGES for node in nodes):
         return
     before = {True: 0, False: 0}  # in the backward, in the forward

@@ -3,7 +3,7 @@
 Begin with `planner`, which is pure: `plan` in, events out. In the order in which a graph meets them:
 
     fx_passes, copies_in_place, host_copies   keep the placement through passes over the FX graph
-    lowering, graph_order                     lower it, with the user's visible operations in their order
+    lowering                                  lower it, with the user's visible operations in their order
     single_stream                             decide what runs on which stream after all
     reader, parts                             read the final schedule
     planned_region, codegen                   where regions begin and end; upstream's functions that ask
