@@ -73,15 +73,11 @@ def stack_values_to_restore(
     if _in_stream_block(tx):
         _exhaust_generators(tx, values)
     note_graph(output)
-
-    def is_context(value: VariableTracker) -> bool:
-        return not isinstance(value, StreamVariable)
-
-    keep = [is_context(tx.stack[index]) for index in meta.stack_ctx_idxes_orig]
+    keep = [not isinstance(tx.stack[index], StreamVariable) for index in meta.stack_ctx_idxes_orig]
     meta.stack_ctx_args[:] = [one for one, kept in zip(meta.stack_ctx_args, keep) if kept]
     meta.stack_ctx_idxes_orig[:] = [one for one, kept in zip(meta.stack_ctx_idxes_orig, keep) if kept]
     meta.locals_ctx_args[:] = [
-        (name, args) for name, args in meta.locals_ctx_args if is_context(tx.symbolic_locals[name])
+        (n, args) for n, args in meta.locals_ctx_args if not isinstance(tx.symbolic_locals[n], StreamVariable)
     ]
     return values, meta
 

@@ -10,7 +10,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import Graph
 from torch.testing._internal.common_utils import TestCase
 
-import form  # noqa: F401  # noqa: F401
+import form  # noqa: F401
 from torch_overlay._dynamo import objects, ops
 from torch_overlay._dynamo.ops import NVTX, range_mark, range_pop, range_push, RECORD_FUNCTION
 

@@ -25,7 +25,7 @@ An input that is written to when the forward has computed must not be saved: the
 new value. Upstream tells the partitioner so only for inputs that need gradients. A checkpoint policy may ask to compute
 again what is computed from such an input, like a new count of a router's tokens: the partitioner has no way to do that.
 The value is saved, if the backward needs it. Otherwise the partitioner saves what it saves without streams
-(`streams.duplicates`).
+(Note [Duplicates] of `streams.saved_values`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTOu
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_overlay._functorch.streams.duplicates import split_duplicates
 from torch_overlay._functorch.streams.epilogue import autograd_stream, first_reader
 from torch_overlay._functorch.streams.facts import (
     add_promised,
@@ -73,6 +72,7 @@ from torch_overlay._functorch.streams.saved_values import (
     end_backward_with,
     place_saved,
     record_saved_gradients,
+    split_duplicates,
 )
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.orders import reached

@@ -11,10 +11,9 @@ from torch_overlay import config, frame_facts
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies
 from torch_overlay._functorch.offload.hooks import offload_saved
 from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, keep_unsaved, prepare_parts
-from torch_overlay._functorch.streams.duplicates import merge_duplicates
 from torch_overlay._functorch.streams.epilogue import EpilogueNotes, made_on, note_epilogue, place_copies
 from torch_overlay._functorch.streams.placement import place_streams
-from torch_overlay._functorch.streams.saved_values import may_be_donated, type_and_bytes
+from torch_overlay._functorch.streams.saved_values import may_be_donated, merge_duplicates, type_and_bytes
 from torch_overlay._stream_handling import handles_streams
 
 

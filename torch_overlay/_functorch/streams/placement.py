@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay._dynamo.ops import RANGES
 from torch_overlay._functorch.streams.backward import mark_backward, read_past_updates
 from torch_overlay._functorch.streams.epilogue import follow_mutations, note_autograd_nodes, place_first_copies
-from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
+from torch_overlay._functorch.streams.facts import add_promised, Fact, fact_of, note_fact, replace_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
@@ -121,17 +121,9 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
             with last.graph.inserting_after(last):
                 wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
             wait.meta = {key: root.meta[key] for key in KEPT_WITH_WAITS if key in root.meta}
-            order = len(program.ops) + len(tokens) - 1
-            note_fact(
-                wait,
-                after=(),
-                promised_to=(),
-                requires=tokens[stream],
-                order=order,
-                reads=None,
-                eager_storage=(),
-                is_given=False,
-            )
+            known, order = fact_of(root), len(program.ops) + len(tokens) - 1
+            of_graph = {"exit_waits": known.exit_waits, "results": known.results}
+            replace_fact(wait, Fact((), (), requires=tokens[stream], order=order, **of_graph))
         for node in view_chain(value):
             add_promised(node, (tokens[stream],))
 

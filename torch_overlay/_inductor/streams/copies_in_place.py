@@ -48,14 +48,12 @@ from torch_overlay._functorch.streams.fx import (
     view_chain,
 )
 from torch_overlay._inductor.notes import GraphNotes
-from torch_overlay._inductor.streams import host_copies
 from torch_overlay._inductor.streams.host_copies import (
     COPY_ASYNC,
     DESTINATION,
     expression,
     is_pinned,
     MEMORY_LIKE,
-    register,
 )
 
 
@@ -81,7 +79,6 @@ def make_copies_in_place(graph: Graph) -> None:
         or ((root := storage_node(node.args[1])) not in known and root.op != "get_attr")
     ]
     if copies:
-        host_copies.register()
         _Rewriter(graph, copies).run()
 
 
@@ -434,7 +431,6 @@ def write_back_parts(graph: Graph) -> None:
             is_known = steps and storage_node(value) is not given and part.dtype == value.meta["val"].dtype
             if not is_known or part.is_complex() or part.device.type == "cpu":
                 continue
-            register()
             with graph.inserting_before(write):
                 made = graph.call_function(COPY_ASYNC, (given, value))
             made.meta = {**write.meta, "val": None, DESTINATION: part}

@@ -190,8 +190,7 @@ class RegionEmitter(RegionNames):
         """
         if callers_device(stream) is not None or inductor_config.triton.cudagraphs or config.nvtx is not True:
             return ""
-        if not self.root.imports.contains(profiler_ranges.RUNTIME):
-            self.root.imports.writeline(profiler_ranges.RUNTIME)
+        self.require(profiler_ranges.RUNTIME)
         if is_copy_stream(stream):
             return f"copies to the {'device' if copy_device(stream)[1] else 'host'}"
         lines = [source_line(origin.stack_trace or "") for origin in fx_origins(node)]

@@ -154,9 +154,8 @@ def fix_layout(node: Node, result: ir.TensorBox) -> None:
         ir.ExternKernel.require_exact_strides(result, value.stride())
 
 
-def register() -> None:
-    lowerings[COPY_ASYNC] = _copy_async
-    lowerings[MEMORY_LIKE] = _memory_like
+lowerings[COPY_ASYNC] = _copy_async
+lowerings[MEMORY_LIKE] = _memory_like
 
 
 def upload_returned_memory_at_once(graph: Graph) -> None:

@@ -69,19 +69,6 @@ if TYPE_CHECKING:
     from torch_overlay._functorch.streams.tokens import Token
 
 
-def prepare(graph: torch.fx.Graph, fold_below_us: float, is_backward: bool) -> None:
-    """Make the last changes to the FX graph: the passes are done, and nothing is lowered yet. Branches below
-    `fold_below_us` microseconds run on the caller's stream.
-    """
-    order_graph(graph)
-    make_copies_in_place(graph)
-    write_back_parts(graph)
-    upload_returned_memory_at_once(graph)
-    _name_memory(graph)
-    if fold_below_us > 0:
-        fold_branches(graph, fold_below_us, is_backward)
-
-
 def _name_memory(graph: torch.fx.Graph) -> None:
     """Give each `record_stream` the value whose memory its argument is a view of: the layout doesn't matter to it.
     Inductor would copy the argument of an operator to lay it out as in eager.
@@ -155,7 +142,14 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     has_streams = handles_streams() and is_placed_program(gm.graph)
     is_backward = bool(kwargs.get("is_backward"))
     if has_streams:
-        prepare(gm.graph, config.fold_branches_below_us, is_backward)
+        # The last changes to the FX graph: the passes are done, and nothing is lowered yet.
+        order_graph(gm.graph)
+        make_copies_in_place(gm.graph)
+        write_back_parts(gm.graph)
+        upload_returned_memory_at_once(gm.graph)
+        _name_memory(gm.graph)
+        if config.fold_branches_below_us > 0:
+            fold_branches(gm.graph, config.fold_branches_below_us, is_backward)
     original(lowering, gm, *args, **kwargs)
     if has_streams:
         if lowering.cpp_wrapper:  # of which code for the CPU alone couldn't name a stream

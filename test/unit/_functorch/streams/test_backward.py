@@ -23,11 +23,10 @@ from torch_overlay._functorch.streams.backward import (
     place_recomputed,
     read_past_updates,
 )
-from torch_overlay._functorch.streams.duplicates import DUPLICATES
 from torch_overlay._functorch.streams.epilogue import follow_mutations, note_autograd_nodes, place_first_copies
 from torch_overlay._functorch.streams.facts import ExitWait, Fact, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import BACKWARD, node_stream, place_on
-from torch_overlay._functorch.streams.saved_values import ContextNotes
+from torch_overlay._functorch.streams.saved_values import ContextNotes, DUPLICATES
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 
 

@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch
 
-import form  # noqa: F401  # noqa: F401
+import form  # noqa: F401
 from stand_ins.schedules import ProgramCase, PROPERTIES
 from torch_overlay._functorch import device_peaks
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
@@ -143,9 +143,6 @@ class TestRegionsThatRunAsPlanned(IdleTestCase):
         self.assert_as_planned(joined, other)
 
 
-aten, streams, prims = torch.ops.aten, torch.ops.streams, torch.ops.prims
-CALLER = state(0)
-FORKED = {"after": (CALLER,), "promised_to": (CALLER,)}
 US_PER_MIB = (1 << 20) / 1.024e6  # of the device of inductor_schedules
 
 
