@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.fx import has_streams
+from torch_overlay._functorch.streams.fx import device_type, has_streams
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -26,20 +26,14 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 
-def _is_on_host(node: Node) -> bool | None:
-    value = node.meta.get("example_value")
-    return value.device.type == "cpu" if isinstance(value, torch.Tensor) else None
-
-
 def _blocks_host(node: Node) -> bool:
     """True if the node copies between host and device and waits for the copy, or reads a number from the device."""
     if node.kwargs.get("non_blocking"):
         return False
-    made = _is_on_host(node)
-    given = {_is_on_host(n) for n in node.all_input_nodes} - {None}
+    made, given = device_type(node), {*map(device_type, node.all_input_nodes)} - {""}
     if node.target == "item":
-        return given == {False}
-    return made is not None and (not made) in given
+        return bool(given) and "cpu" not in given
+    return bool(made) and any((made == "cpu") != (device == "cpu") for device in given)
 
 
 # Functions of torch.nn.functional that call a random operator of another name, some only in training.

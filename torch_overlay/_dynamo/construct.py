@@ -78,16 +78,6 @@ def make_external_stream(
     return stream_variable(tx, value, index)
 
 
-def make_event(
-    tx: InstructionTranslatorBase,
-    cls: type[torch.Event],
-    args: Sequence[VariableTracker],
-    kwargs: Mapping[str, VariableTracker],
-) -> EventVariable:
-    positional, named = _constants(cls, args, kwargs)
-    return new_event(tx, cls, positional, named)
-
-
 def new_event(
     tx: InstructionTranslatorBase, cls: type[torch.Event], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
 ) -> EventVariable:
@@ -174,8 +164,8 @@ _MAKERS: dict[type, Callable[..., VariableTracker]] = {
     torch.Stream: make_stream,
     torch.cuda.Stream: make_stream,
     torch.cuda.ExternalStream: make_external_stream,
-    torch.Event: make_event,
-    torch.cuda.Event: make_event,
+    torch.Event: lambda tx, cls, args, kwargs: new_event(tx, cls, *_constants(cls, args, kwargs)),
+    torch.cuda.Event: lambda tx, cls, args, kwargs: new_event(tx, cls, *_constants(cls, args, kwargs)),
     torch.cuda.StreamContext: make_stream_context,
     torch.cuda.device_of: make_device_context,
 }

@@ -123,11 +123,10 @@ def tp_richcompare_impl(
 
 def reconstruct(original: Callable[..., None], variable: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
     """Push the same object, made by the frame, that the graph used."""
-    if not handled(codegen.tx) or variable.user_object_index is None:
-        return original(variable, codegen)
-    name = registry.local_of(codegen.tx.output, variable.user_object_index)
-    codegen.append_output(codegen.create_load(name))
-    return None
+    if handled(codegen.tx) and (index := variable.user_object_index) is not None:
+        codegen.append_output(codegen.create_load(registry.local_of(codegen.tx.output, index)))
+    else:
+        original(variable, codegen)
 
 
 _METHODS = ("__enter__", "__exit__")

@@ -208,14 +208,13 @@ def _take_over(graph: Graph) -> None:
     ops = torch.ops.profiler
     for node in list(graph.nodes):
         if node.target is ops._record_function_enter_new:
-            with graph.inserting_before(node):
-                made = graph.call_function(range_push, (RECORD_FUNCTION, *node.args))
+            ours, arguments = range_push, (RECORD_FUNCTION, *node.args)
         elif node.target is ops._record_function_exit._RecordFunction:
-            with graph.inserting_before(node):
-                made = graph.call_function(range_pop, (RECORD_FUNCTION,))
+            ours, arguments = range_pop, (RECORD_FUNCTION,)
         else:
             continue
-        made.meta = dict(node.meta)
+        with graph.inserting_before(node):
+            graph.call_function(ours, arguments).meta = dict(node.meta)
     for node in reversed(graph.nodes):
         if node.target in (ops._record_function_exit._RecordFunction, ops._record_function_enter_new):
             graph.erase_node(node)

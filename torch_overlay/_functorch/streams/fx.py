@@ -38,6 +38,7 @@ RECORD_STREAM = _streams.record_stream.default
 METHODS_OF_EVENTS = {"record_event": "record", "wait_event": "wait", "synchronize_event": "synchronize"}
 METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "synchronize"}
 _DEVICE_PUT = torch.ops.prims.device_put.default
+COPIES = (_aten._to_copy.default, _DEVICE_PUT, _aten.copy.default, _aten.copy_.default)  # that may be between devices
 
 
 def is_stream_operator(target: Any) -> bool:
@@ -61,8 +62,9 @@ def is_device_synchronization(node: Node) -> bool:
 
 
 def device_of(node: object) -> torch.device | None:
-    """Return the device of a node's tensor; None for other values."""
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    """Return the device of a node's tensor, in Dynamo's graph or in AOTAutograd's; None for other values."""
+    meta = node.meta if isinstance(node, torch.fx.Node) else {}
+    value = meta.get("val", meta.get("example_value"))
     return value.device if isinstance(value, torch.Tensor) else None
 
 
@@ -212,7 +214,7 @@ def blocks_host(node: Node) -> bool:
     target, args = node.target, node.args
     if target is _aten._local_scalar_dense.default:
         return device_type(args[0]) != "cpu"
-    if target not in (_aten._to_copy.default, _DEVICE_PUT, _aten.copy.default, _aten.copy_.default):
+    if target not in COPIES:
         return False
     made, given = device_type(node), device_type(args[target in (_aten.copy.default, _aten.copy_.default)])
     return bool(made and given) and not is_non_blocking(node) and (made == "cpu") != (given == "cpu")

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 import torch
 import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
+from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
@@ -155,12 +156,7 @@ def _contains(whole: range, part: range) -> bool:
     return not part or (part[0] in whole and part[-1] in whole and (len(part) == 1 or not part.step % whole.step))
 
 
-_PUTS_BACK = (
-    *UPDATE_SELECTED,
-    _aten.diagonal_scatter.default,
-    _aten.as_strided_scatter.default,
-)
-_LEAVE_IN_STORAGE = (*_PUTS_BACK, _aten.copy.default)
+UPDATES = frozenset((_aten.copy.default, *_SCATTER_OP_TO_VIEW))  # operators that put a new value into an old one
 
 
 def _updates(node: Node) -> bool:
@@ -169,7 +165,7 @@ def _updates(node: Node) -> bool:
     """
     stack = node.meta.get("source_fn_stack")
     written = stack[-1][1] if stack else ""
-    if node.target in _PUTS_BACK:  # the user may call these, too, for a new tensor
+    if node.target in _SCATTER_OP_TO_VIEW:  # the user may call these, too, for a new tensor
         return getattr(written, "__name__", written) != node.target._opname  # type: ignore[union-attr]
     return updates_in_place(written)
 
@@ -197,14 +193,6 @@ def _new_values(call: Node) -> dict[tuple[Any, ...], Node]:
     if not all(isinstance(listed, (list, tuple)) for listed in lists):
         return found
     return {(k, i)[len(lists) == 1 :]: value for k, listed in enumerate(lists) for i, value in enumerate(listed)}
-
-
-def _base(node: Node) -> Node | None:
-    """Return the value that a view is of, that an update in place updates, or that an output is selected from."""
-    args: Any = node.args
-    if node.target is torch.ops.aten.where.self:  # an update under a mask
-        args = args[::-1]
-    return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
 def _storage(node: Node) -> Storage | None:
@@ -255,7 +243,8 @@ class MemoryTable:
         given, updates, (call, indices) = base_of(node), _updates(node), _call_and_indices(node)
         written = new.get(tuple(indices)) if (new := _new_values(call)) else None  # other indices may be slices
         is_output = node.target is operator.getitem  # one of several: a view, a new value, or memory of its own
-        base = written or _base(node)
+        operands = node.args[::-1] if node.target is _aten.where.self else node.args  # an update under a mask
+        base = written or next((a for a in operands if isinstance(a, torch.fx.Node)), None)
         before = None if base is None else self.memory[base]
         names = given is not None or written is not None
         made = node if given is None else self.memory[given].node
@@ -264,7 +253,7 @@ class MemoryTable:
             if names or (updates and not is_output):
                 first, streams = before.first, streams | before.streams
             # Of an update in several operations, only the last one is in the storage.
-            if noted is None and (names or is_output or (updates and node.target in _LEAVE_IN_STORAGE)):
+            if noted is None and (names or is_output or (updates and node.target in UPDATES)):
                 storage = before.storage
         if noted is not None and (fact_of(node).is_given or (updates and written is None)):
             _, stream = noted

@@ -158,6 +158,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
     # Nor has a graph that launches no kernel whose result somebody reads. The user's operations stay as they are.
     has_kernels = launches_kernels(gm)
+    has_ranges, ranges = any(node.target in RANGES for node in nodes), 0  # Note [Ranges], in `streams.lowering`
     if not has_kernels:
         exit_waits = ()
     for node in nodes:
@@ -185,7 +186,9 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),
             order=program.ops.index(node) if is_stream_op(node) else None,
+            range=ranges if has_ranges else None,
         )
+        ranges += node.target in RANGES
     is_forward = not all(map(is_backward, nodes))
     if has_kernels and is_forward and (awaited := promise_parts(output)):
         wait_for_parts(program, awaited)
@@ -196,18 +199,6 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
             gm.graph.erase_node(node)
         elif is_backward(node):
             node.meta["partitioner_tag"] = "must_be_in_backward"
-
-
-def _number_ranges(nodes: Sequence[Node]) -> None:
-    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `streams.lowering`."""
-    if not any(node.target in RANGES for node in nodes):
-        return
-    before = {True: 0, False: 0}  # in the backward, in the forward
-    for node in nodes:
-        if node.op == "call_function":
-            side = bool(is_backward(node))
-            note_fact(node, range=before[side])
-            before[side] += node.target in RANGES
 
 
 def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
@@ -236,5 +227,4 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
     _place_program(gm, [n for n in nodes if not is_backward(n)], frame, memory)
     _place_program(gm, [n for n in nodes if is_backward(n)], frame, memory)
     follow_mutations(gm.graph)
-    _number_ranges(nodes)
     gm.recompile()

@@ -18,6 +18,7 @@ from torch_overlay._functorch.streams.facts import ExitWait
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
+    COPIES,
     DEALLOC,
     device_of,
     is_backward,
@@ -55,14 +56,6 @@ if TYPE_CHECKING:
 # node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
 
 
-_COPIES = (
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.copy.default,
-    torch.ops.aten.copy_.default,
-    torch.ops.prims.device_put.default,
-)
-
-
 class PeerCopies:
     """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
@@ -84,7 +77,7 @@ class PeerCopies:
         no copy between GPUs.
         """
         target = device_of(node)
-        if node.target not in _COPIES or target is None or target.type != "cuda":
+        if node.target not in COPIES or target is None or target.type != "cuda":
             return None
         sources = (device for n in node.all_input_nodes if (device := device_of(n)) is not None)
         source = next((d for d in sources if d.type == "cuda" and d.index != target.index), None)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from torch_overlay._functorch.streams.facts import (
@@ -43,7 +42,7 @@ from torch_overlay._functorch.streams.fx import (
     users_of_memory,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.memory import memory_writer
+from torch_overlay._functorch.streams.memory import memory_writer, UPDATES
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.notes import Notes
 
@@ -77,9 +76,6 @@ def _order_late_readers(value: Node, given: Node) -> None:
         add_promised(user, states)
 
 
-_UPDATES = frozenset((torch.ops.aten.copy.default, *_SCATTER_OP_TO_VIEW))
-
-
 def _in_inputs(forward: Graph) -> set[Node]:
     """Return the values of a program with streams that Inductor may make in an input's own memory: views by calls, and
     updates that are copied into an input, with the updates below them (`streams.copies_in_place`).
@@ -91,7 +87,7 @@ def _in_inputs(forward: Graph) -> set[Node]:
     left: list[Any] = [write.args[1] for write in writes]
     while left:
         update = storage_node(left.pop())
-        if update.target in _UPDATES and update not in found:
+        if update.target in UPDATES and update not in found:
             found.add(update)
             left += update.args[:2]
     return found

@@ -306,14 +306,6 @@ def needs_placement(nodes: Iterable[Node]) -> bool:
     return has_streams(nodes, lambda node: fact_of(node).has_tokens)
 
 
-def begin_pass(gm: GraphModule) -> PassLog | None:
-    """Begin to log a pass over a graph with streams; None for another graph, and within a pass that is logged."""
-    nodes = gm.graph.nodes
-    if PassLog.of(gm.graph) is not None or not needs_placement(nodes):
-        return None
-    return PassLog(gm, {node: Placed.of(node) for node in nodes})
-
-
 def _restore(graph: Graph, log: PassLog) -> None:
     """Place the nodes that a pass left and made."""
     before = log.before
@@ -460,8 +452,12 @@ def observer_init(original: Callable[..., None], observer: GraphTransformObserve
 
 
 def enter_observer(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
-    aliases = Aliases(observer.gm.graph) if observer.passname in _REMOVES else None
-    PassNotes(begin_pass(observer.gm) if handles_streams() else None, aliases).put(observer)
+    """Begin to log a pass over a graph with streams, unless it is within a pass that is logged."""
+    gm = observer.gm
+    aliases = Aliases(gm.graph) if observer.passname in _REMOVES else None
+    is_logged = handles_streams() and PassLog.of(gm.graph) is None and needs_placement(gm.graph.nodes)
+    log = PassLog(gm, {node: Placed.of(node) for node in gm.graph.nodes}) if is_logged else None
+    PassNotes(log, aliases).put(observer)
     return original(observer)
 
 

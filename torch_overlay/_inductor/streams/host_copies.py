@@ -127,14 +127,8 @@ def _copy_async(memory: Any, source: Any) -> None:
     if part.dtype != whole.dtype:
         whole = torch.view_as_real(whole)
     offset = expression(part.storage_offset()) - expression(whole.storage_offset())
-    layout = ir.FixedLayout(
-        memory.get_device(),
-        part.dtype,
-        [expression(n) for n in part.shape],
-        [expression(n) for n in part.stride()],
-        offset,
-    )
-    AsyncCopy(memory, layout, source)
+    size, stride = ([*map(expression, numbers)] for numbers in (part.shape, part.stride()))
+    AsyncCopy(memory, ir.FixedLayout(memory.get_device(), part.dtype, size, stride, offset), source)
 
 
 def _memory_like(value: Any, pinned: bool) -> Any:

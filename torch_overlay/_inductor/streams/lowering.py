@@ -106,7 +106,8 @@ def realize_after(node: torch.fx.Node, result: object) -> None:
     """
     if not isinstance(result, ir.TensorBox) or node.op != "call_function":
         return
-    if _is_for_another_stream(node):
+    users = (user for user in node.users if user.op == "call_function")
+    if not is_stream_op(node) and any(node_stream(user) != node_stream(node) for user in users):
         result.realize()
     if IN_PLACE in node.meta or any(user.target is RECORD_STREAM for user in node.users):
         fix_layout(node, result)
@@ -126,13 +127,6 @@ def copied_by_device(graph: Any, node: torch.fx.Node) -> bool:
     while isinstance(source, (ir.TensorBox, ir.StorageBox, ir.BaseView, ir.ComputedBuffer)):
         source = source.data
     return isinstance(source, (ir.Scan, ir.Sort))
-
-
-def _is_for_another_stream(node: torch.fx.Node) -> bool:
-    if is_stream_op(node):
-        return False
-    stream = node_stream(node)
-    return any(user.op == "call_function" and node_stream(user) != stream for user in node.users)
 
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:

@@ -174,9 +174,9 @@ class PlannedRegion:
     index: dict[BaseSchedulerNode, int]
     devices: dict[int, int]
     numbers: dict[int, int]
-    private: frozenset[int]  # streams that only this call sees
+    private: set[int]  # streams that only this call sees
     enclosed: bool
-    concerned: frozenset[int]  # user streams whose order or memory the region affects
+    concerned: set[int]  # user streams whose order or memory the region affects
 
 
 def needs_plan(scheduler: Scheduler) -> bool:
@@ -208,11 +208,9 @@ def plan_region(
     buffers = read_buffers(reader)
     drop_inner_promises(reader, buffers)
     plan = plan_streams(reader.ops, buffers, reader.promised(), known)
-    private = frozenset(reader.tokens.private)
-    concerned = reader.tokens.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))
-    return PlannedRegion(
-        plan, reader.index, reader.devices, reader.tokens.numbers, private, enclosed, frozenset(concerned)
-    )
+    tokens = reader.tokens
+    concerned = tokens.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))
+    return PlannedRegion(plan, reader.index, reader.devices, tokens.numbers, tokens.private, enclosed, concerned)
 
 
 _plan_observers: list[Callable[[Plan], None]] = []
@@ -222,11 +220,6 @@ def subscribe_to_plans(observer: Callable[[Plan], None]) -> Callable[[], None]:
     """Call `observer` with every plan from now on; the function returned ends that."""
     _plan_observers.append(observer)
     return lambda: _plan_observers.remove(observer)
-
-
-def publish_plan(plan: Plan) -> None:
-    for observer in tuple(_plan_observers):
-        observer(plan)
 
 
 @contextlib.contextmanager
@@ -241,7 +234,8 @@ def planned(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterato
     notes.memory = {**region.plan.memory, **(notes.memory or {})}
     outer, notes.region = notes.region, emitter
     try:
-        publish_plan(region.plan)
+        for observer in tuple(_plan_observers):
+            observer(region.plan)
         emitter.begin()
         yield
         emitter.end()
