@@ -129,6 +129,7 @@ class _Writer:
         self.graph.call_method(method, tuple(self.fetch(a) if isinstance(a, StreamObject) else a for a in args))
 
     def write(self) -> tuple[StreamObject, ...]:
+        """Write the program; return the objects that each call of the graph must supply."""
         with self.graph.inserting_before(self.begin):
             for saved_on in self.saved_on:
                 self.call("wait_stream", self.current, saved_on)
@@ -142,6 +143,7 @@ class _Writer:
                 self.call("wait_stream", self.current, side)
             for side in self.sides:
                 self.call("wait_stream", side, self.current)
+        self.gm.recompile()
         return tuple(self.fetched)
 
     def place(self) -> None:
@@ -184,15 +186,6 @@ class _Writer:
                     self.call("record_stream", value, self.fetch(stream))
 
 
-def write_stream_program(gm: GraphModule) -> tuple[StreamObject, ...]:
-    """Write the stream program into compiled autograd's graph; return the objects that each call of it must supply."""
-    if not any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS)):
-        return ()
-    needed = _Writer(gm).write()
-    gm.recompile()
-    return needed
-
-
 def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple[int, ...]:
     if (table := table_of(node)) is not None:
         queue_table(table)
@@ -231,7 +224,8 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
     compile_graph, found = compiler.compiler_fn, []
 
     def compile_placed(gm: GraphModule) -> Any:
-        found.append((gm, write_stream_program(gm) if handles_streams() else ()))
+        is_marked = any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS))
+        found.append((gm, _Writer(gm).write() if is_marked and handles_streams() else ()))
         return compile_graph(gm)
 
     compiler.compiler_fn = compile_placed

@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 def reconstruct_type(context: StreamContextVariable, codegen: PyCodegen) -> None:
     """Push a callable that returns this context; see Note [Graph breaks in stream contexts]."""
     if not handled(codegen.tx):
-        return super(StreamContextVariable, context).reconstruct_type(codegen)
+        super(StreamContextVariable, context).reconstruct_type(codegen)
+        return
     stream = context.__dict__.get("stream_now") or context.get_stream()
     codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
     codegen.load_import_from("torch.cuda", "StreamContext")
     codegen(stream)
     codegen.call_function(2, False)
-    return None
 
 
 def stack_values_to_restore(

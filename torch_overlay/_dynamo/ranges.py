@@ -176,14 +176,6 @@ def decorated(tx: InstructionTranslatorBase, cls: object, args: Any) -> Variable
     return nvtx_range(function, tx, *given.items, **named.keys_as_python_constant())
 
 
-def name_of(args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the name and the details that torch.profiler.record_function is given, if they are constants."""
-    given = {**dict(zip(("name", "args"), args)), **kwargs}
-    if not all(one.is_python_constant() for one in given.values()):
-        return None
-    return {key: one.as_python_constant() for key, one in given.items()}
-
-
 def finish(graph: Graph) -> None:
     """Remove the unwanted ranges, once all of the graph is known."""
     of_streams = has_streams(graph.nodes, lambda node: is_stream_op(node) and node.target not in RANGES)
@@ -223,7 +215,9 @@ def _take_over(graph: Graph) -> None:
 def create_range(original: Callable[..., Any], func: Any, record_args: Any, record_kwargs: Any, **kwargs: Any) -> Any:
     context = original(func, record_args, record_kwargs, **kwargs)
     override(context, enter=enter_range, exit=exit_range)
-    context.overlay_name = name_of(record_args, record_kwargs)
+    given = {**dict(zip(("name", "args"), record_args)), **record_kwargs}
+    if all(one.is_python_constant() for one in given.values()):
+        context.overlay_name = {key: one.as_python_constant() for key, one in given.items()}
     return context
 
 

@@ -189,19 +189,13 @@ def rewrap_descriptor(raw: Any, function: Any) -> Any:
     return type(raw)(function) if isinstance(raw, (staticmethod, classmethod)) else function
 
 
-def find_owner(seam: Seam, module: ModuleType) -> Any:
-    """Return the module or the class that has the seam's target, or None if there is no such class."""
-    owner: Any = module
-    for part in seam.qualname.split(".")[:-1]:
-        owner = vars(owner).get(part)
-        if not isinstance(owner, type):
-            return None
-    return owner
-
-
 def find_place(seam: Seam, module: ModuleType) -> SeamTarget:
     """Return the place of the seam's target in a loaded module, read from the owner's own __dict__."""
-    owner, name = find_owner(seam, module), seam.qualname.rpartition(".")[2]
+    *classes, name = seam.qualname.split(".")
+    owner: Any = module
+    for part in classes:
+        owner = vars(owner).get(part) if owner is not None else None
+        owner = owner if isinstance(owner, type) else None
     if owner is None or name not in vars(owner):
         raise missing(seam, f"{seam.qualname} in the __dict__ of its owner", f"{owner or 'no such class'}")
     raw = vars(owner)[name]

@@ -237,8 +237,11 @@ def order_graph(graph: torch.fx.Graph) -> None:
     for first, second in _order_of_ranges(nodes):
         in_ranges[second].add(first)
     # A pass may have merged nodes before and after the end of a range, too.
-    order = next((found for edges in (in_ranges, wanted) if len(found := _sorted(nodes, edges)) == len(nodes)), None)
-    if order is None:
+    for edges in (in_ranges, wanted):
+        pairs = ((needed, node) for node, inputs in edges.items() for needed in inputs)
+        if len(order := orders.sort(orders.directly_after(nodes, pairs))) == len(nodes):
+            break
+    else:
         raise AssertionError("the stream program contradicts the order of the data that it synchronises")
     if order != nodes:
         for node in order[:-1]:
@@ -279,13 +282,6 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
         for memory in written:
             after[node].update(reads.pop(memory, ()))
             last_write[memory] = node
-
-
-def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> list[torch.fx.Node]:
-    """Return the nodes, each after those that it must come after, else in the order that they have; fewer nodes if that
-    can't be.
-    """
-    return orders.sort(orders.directly_after(nodes, ((needed, n) for n, inputs in after.items() for needed in inputs)))
 
 
 def touches_host_memory(node: torch.fx.Node) -> bool:

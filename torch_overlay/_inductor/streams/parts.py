@@ -114,7 +114,8 @@ def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator
         if isinstance(kernel, AsyncCopy):
             memory, source = inputs
             layout = kernel.part
-            span = _span_of_layout(layout) if layout.dtype == memory.get_dtype() else None
+            is_same = layout.dtype == memory.get_dtype()  # else a real part of complex memory
+            span = span_of(layout.offset, layout.size, layout.stride) if is_same else None
             yield PartAccess(storage(memory.get_name()), span, True)
             yield PartAccess(storage(source.get_name()), _span_of_view(source), False)
             continue
@@ -136,11 +137,7 @@ def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator
 def _span_of_view(value: Any) -> ElementSpan | None:
     if not isinstance(value, ir.ReinterpretView) or value.get_dtype() != value.unwrap_view().get_dtype():
         return None
-    return _span_of_layout(value.layout)
-
-
-def _span_of_layout(layout: ir.Layout) -> ElementSpan | None:
-    return span_of(layout.offset, layout.size, layout.stride)
+    return span_of(value.layout.offset, value.layout.size, value.layout.stride)
 
 
 def parts(known: Sequence[ElementSpan | None], written: Iterable[ElementSpan | None]) -> list[frozenset[int]] | None:
