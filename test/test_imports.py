@@ -21,7 +21,7 @@ LAYERS = (
     ("frame_facts", *(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts"))),
     # The objects behind the numbers of streams, and the operators on them. Dynamo's side hands all else that it knows
     # of a frame down as `FrameFacts`.
-    ("_dynamo.objects", "_dynamo.ops", "_dynamo.range_ops"),
+    ("_dynamo.objects", "_dynamo.ops"),
     ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams", "upstream_fixes.recorded_views"),
     ("_dynamo",),

@@ -187,9 +187,10 @@ class TestLateHolders(unittest.TestCase):
 
     REFERRERS = """
 import types
+from torch_overlay._engine import verify
 
 def is_ours(referrer, change):
-    hook, place = change.hook, change.place
+    hook, place = verify.unwrap_descriptor(change.hook), change.place
     if referrer is place or referrer is place.raw or referrer is getattr(place.raw, "__dict__", None):
         return True
     if isinstance(referrer, dict):

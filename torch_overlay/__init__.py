@@ -20,8 +20,7 @@ import os
 import sys
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._engine.install import Installer
-from torch_overlay._engine.torch_import import forget_after_import, is_importing
+from torch_overlay._engine.install import forget_after_import, Installer, is_importing
 from torch_overlay._options import switched_on
 from torch_overlay.errors import OverlayError
 from torch_overlay.version import __version__

@@ -38,8 +38,6 @@ class ObjectInfo:
     device: torch.device | None
     # Only for streams that the frame makes.
     priority: int | None = None
-    # Only for events that the frame makes.
-    timing: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -605,7 +605,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.functions:SkipFunctionVariable.call_function",
-        impl="torch_overlay._dynamo.lookups:call_skipped",
+        impl="torch_overlay._dynamo.functions:call_skipped",
         patch="dynamo-streams",
         fingerprint="1094df77cbfd632f",
         why="A dictionary of streams may have an entry for each thread: the thread's number is a guarded constant.",
@@ -613,7 +613,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedObjectVariable.invoke_descriptor_get",
-        impl="torch_overlay._dynamo.lookups:invoke_descriptor_get",
+        impl="torch_overlay._dynamo.functions:invoke_descriptor_get",
         patch="dynamo-streams",
         fingerprint="febf070d2d16fa4f",
         why="A stream may be made by a cached property, whose lock Dynamo can't trace.",

@@ -24,11 +24,6 @@ DRAW: dict[str, Callable[[Any], Any]] = {
     "rrelu": lambda x: F.rrelu(x, training=True),
     "fractional_pool": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
 }
-DRAW_NOTHING: dict[str, Callable[[Any], Any]] = {
-    "dropout_in_inference": lambda x: F.dropout(x, 0.25, training=False),
-    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
-    "pointwise": torch.sigmoid,
-}
 
 
 @instantiate_parametrized_tests
@@ -63,7 +58,6 @@ class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
     def test_random_numbers_are_those_of_eager(self, name: str) -> None:
         self.order(DRAW[name])
 
-    @parametrize("name", list(DRAW_NOTHING))
-    def test_what_draws_nothing_is_sorted(self, name: str) -> None:
-        read = self.order(DRAW_NOTHING[name])
+    def test_what_draws_nothing_is_sorted(self) -> None:
+        read = self.order(torch.sigmoid)
         self.assertLess(read.index("add"), read.index("mul"))

@@ -149,10 +149,13 @@ class TestMemory(TestCase):
             self.assertEqual(self.stream(again), 1)
 
     def test_of_targets(self) -> None:
-        self.assertEqual(self.stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(2,))), 2)
-        self.assertIsNone(self.stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(-1,))))
-        made = self.node(aten.max.dim, self.x, 1, stream=1, eager_targets=(2, -1))
-        results = [self.node(operator.getitem, made, i, stream=1, eager_targets=(2, -1)) for i in range(2)]
+        side, callers = ("side", 2), ("callers", None)
+        for storage, stream in (side, 2), (callers, None):
+            given = {"stream": 1, "is_given": True, "eager_storage": (storage,)}
+            self.assertEqual(self.stream(self.node(aten.mul.Tensor, self.x, 3, **given)), stream)
+        given = {"stream": 1, "is_given": True, "eager_storage": (side, callers)}
+        made = self.node(aten.max.dim, self.x, 1, **given)
+        results = [self.node(operator.getitem, made, i, **given) for i in range(2)]
         self.assertEqual([self.stream(r) for r in results], [2, None])
 
     def test_foreign_reads(self) -> None:

@@ -24,7 +24,7 @@ from stream_programs import _program, by_name, gpu, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import backward_tables, compiled_backward, external_objects, objects
+from torch_overlay._dynamo import compiled_backward, external_objects, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import ENTRY
@@ -769,21 +769,21 @@ class TestCompiledAutograd(TestCase):
         x = torch.randn(8, 8, device="cuda")
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
         run_one, run_two = on_side(one, weight), on_side(two, weight)
-        failure = mock.patch.object(compiled_backward, "mark", side_effect=RuntimeError("the trace fails"))
+        failure = mock.patch.object(compiled_backward, "mark_backward", side_effect=RuntimeError("the trace fails"))
         with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
             (run_one(x) + run_one(x)).backward()
         seen = []
-        real = backward_tables.run_backward
+        real = compiled_backward.run_backward
 
         def keep(call: Any, gm: Any, needed: Any) -> Any:
-            tables = backward_tables.queued()
+            tables = compiled_backward.thread.queue
             seen.extend(tables[-n.from_end].objects[n.index].stream_id for n in needed)
             return real(call, gm, needed)
 
-        with mock.patch.object(backward_tables, "run_backward", keep), self.enabled():
+        with mock.patch.object(compiled_backward, "run_backward", keep), self.enabled():
             run_two(x).backward()
         self.assertEqual(seen, [two.stream_id])
-        self.assertEqual(backward_tables.queued(), [])
+        self.assertEqual(compiled_backward.thread.queue, [])
 
     @simulated_gpu()
     def test_configuration_flag(self) -> None:

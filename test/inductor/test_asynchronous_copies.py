@@ -20,7 +20,7 @@ from stream_programs.asynchronous_copies import COPIES
 from torch_overlay import config
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import synchronization
-from torch_overlay._inductor.streams.graph_order import order_graph
+from torch_overlay._inductor.streams.lowering import order_graph
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

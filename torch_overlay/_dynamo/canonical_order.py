@@ -12,11 +12,11 @@ without one:
 from __future__ import annotations
 
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.fx import has_streams
+from torch_overlay._functorch.streams.fx import device_type, has_streams
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -26,24 +26,21 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 
-def _is_on_host(node: Node) -> bool | None:
-    value = node.meta.get("example_value")
-    return value.device.type == "cpu" if isinstance(value, torch.Tensor) else None
-
-
 def _blocks_host(node: Node) -> bool:
     """True if the node copies between host and device and waits for the copy, or reads a number from the device."""
     if node.kwargs.get("non_blocking"):
         return False
-    made = _is_on_host(node)
-    given = {_is_on_host(n) for n in node.all_input_nodes} - {None}
+    made, given = device_type(node), {*map(device_type, node.all_input_nodes)} - {""}
     if node.target == "item":
-        return given == {False}
-    return made is not None and (not made) in given
+        return bool(given) and "cpu" not in given
+    return bool(made) and any((made == "cpu") != (device == "cpu") for device in given)
 
 
-# Functions of torch.nn.functional that call a random operator of another name.
-_CALLERS = ("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward")
+# Functions of torch.nn.functional that call a random operator of another name, some only in training.
+_CALLERS = (
+    *("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d"),
+    *("multi_head_attention_forward", "scaled_dot_product_attention"),
+)
 
 
 @functools.cache
@@ -52,22 +49,8 @@ def _is_random(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     is_operator = isinstance(packet, torch._ops.OpOverloadPacket)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if is_operator else []
-    return name.startswith(_CALLERS) or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
-
-
-def _draws_random_numbers(node: Node) -> bool:
-    """True if the node's function may draw random numbers; dropout draws none outside of training, and neither does
-    attention without dropout."""
-
-    def argument(index: int, name: str, default: Any) -> Any:
-        return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "scaled_dot_product_attention":
-        return argument(4, "dropout_p", 0.0) != 0.0
-    if "dropout" in name:
-        return argument(2, "training", True) is not False
-    return _is_random(name)
+    is_caller = name.startswith(_CALLERS) or "dropout" in name
+    return is_caller or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
 
 
 def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
@@ -75,9 +58,6 @@ def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
         return False
     if not handles_streams() or node.op not in ("call_function", "call_method"):
         return True
-    if _draws_random_numbers(node):
+    if _is_random(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")):
         return False
     return not _blocks_host(node) or not has_streams(node.graph.nodes)
-
-
-__all__ = ["is_safe_to_reorder"]

@@ -15,25 +15,29 @@ the copied operations. So before Dynamo reads the graph, we write into it what t
 
 The same graph serves all calls of the same functions, so the actual streams are known only at each call. At each
 backward, autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
-of stream objects (`objects.Snapshot`) is queued (backward_tables.py); a call of the graph takes the queue and puts the
-streams into attributes of the graph's module, where Dynamo finds them as it finds those of any module.
+of stream objects (`objects.Snapshot`) is queued; a call of the graph takes the queue and puts the streams into
+attributes of the graph's module, where Dynamo finds them as it finds those of any module. Positions in the queue count
+from its end, because a backward that failed while it was traced leaves its tables there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx.traceback
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from torch_overlay._dynamo import backward_tables
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import (
     BACKWARD,
     has_streams,
     is_stream_op,
+    METHODS_OF_EVENTS,
+    METHODS_OF_STREAMS,
     node_stream,
     place_on,
     users_of_memory,
@@ -48,8 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.fx import Graph, GraphModule, Node
-
-    from torch_overlay._dynamo import objects
 
 
 # Keys of `meta`. Of a copied operation: a `StreamObject`, the stream that it runs on.
@@ -72,8 +74,17 @@ class StreamObject:
         return f"backward_{self.from_end}_object_{self.index}"
 
 
-def mark(copies: Sequence[Node], from_end: int) -> None:
-    """Save in `meta` the streams and events of operations copied from a backward graph; Dynamo numbers them anew."""
+def mark_backward(
+    graph: Graph, copies: Sequence[Node], copy_of: Callable[[Node], Node], table: objects.Snapshot
+) -> None:
+    """Save in `meta` the streams and events of what was copied from a backward graph; Dynamo numbers them anew.
+    `copies` are its operations, `copy_of` returns the copy of an input, and `table` has the objects of the forward, and
+    is queued.
+    """
+    from_end = position_of(table)
+    for value in graph.find_nodes(op="placeholder"):
+        if stream := fact_of(value).memory:
+            copy_of(value).meta[SAVED] = StreamObject(from_end, stream)
     for node in copies:
         if stream := node_stream(node):
             node.meta[KEY] = StreamObject(from_end, stream)
@@ -89,22 +100,7 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         replace_fact(node, NOTHING)
 
 
-def mark_saved(value: Node, stream: int, from_end: int) -> None:
-    """Save in `meta` the stream whose memory may hold a saved value."""
-    value.meta[SAVED] = StreamObject(from_end, stream)
-
-
-def mark_backward(
-    graph: Graph, copies: Sequence[Node], copy_of: Callable[[Node], Node], table: objects.Snapshot
-) -> None:
-    """Mark what was copied from a backward graph. `copies` are its operations, `copy_of` returns the copy of an input,
-    and `table` has the objects of the forward, and is queued.
-    """
-    from_end = backward_tables.from_end(table)
-    mark(copies, from_end)
-    for value in graph.find_nodes(op="placeholder"):
-        if stream := fact_of(value).memory:
-            mark_saved(copy_of(value), stream, from_end)
+_METHODS = {**METHODS_OF_EVENTS, **METHODS_OF_STREAMS, "record_stream": "record_stream"}
 
 
 class _Writer:
@@ -133,6 +129,7 @@ class _Writer:
         self.graph.call_method(method, tuple(self.fetch(a) if isinstance(a, StreamObject) else a for a in args))
 
     def write(self) -> tuple[StreamObject, ...]:
+        """Write the program; return the objects that each call of the graph must supply."""
         with self.graph.inserting_before(self.begin):
             for saved_on in self.saved_on:
                 self.call("wait_stream", self.current, saved_on)
@@ -146,6 +143,7 @@ class _Writer:
                 self.call("wait_stream", self.current, side)
             for side in self.sides:
                 self.call("wait_stream", side, self.current)
+        self.gm.recompile()
         return tuple(self.fetched)
 
     def place(self) -> None:
@@ -166,24 +164,14 @@ class _Writer:
 
     def rewrite(self, node: Node) -> None:
         """Replace a user's operation on streams and events in a backward by the call that eager code makes."""
-        first, *others = node.meta[EVENTS]
-        streams = torch.ops.streams
-        if node.target is streams.record_event.default:
-            self.call("record", first, *others)
-        elif node.target is streams.wait_event.default:
-            self.call("wait_event", others[0], first)
-        elif node.target in (streams.wait_stream.default, streams.record_stream.default):
-            method = "wait_stream" if node.target is streams.wait_stream.default else "record_stream"
-            self.call(method, first, *others)
-        elif node.target in (streams.synchronize_event.default, streams.synchronize_stream.default):
-            self.call("synchronize", first)
-        elif node.target is streams.synchronize_device.default:
+        if node.target is torch.ops.streams.synchronize_device.default:
             return
-        else:
+        if (method := _METHODS.get(node.target._opname)) is None:
             raise NotImplementedError(
                 f"compiled autograd: {node.target} in the backward of a compiled function. Ask streams and events from "
                 "a hook, or run this backward without compiled autograd."
             )
+        self.call(method, *node.meta[EVENTS])
         self.graph.erase_node(node)
 
     def record_streams(self) -> None:
@@ -198,18 +186,9 @@ class _Writer:
                     self.call("record_stream", value, self.fetch(stream))
 
 
-def write_stream_program(gm: GraphModule) -> tuple[StreamObject, ...]:
-    """Write the stream program into compiled autograd's graph; return the objects that each call of it must supply."""
-    if not any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS)):
-        return ()
-    needed = _Writer(gm).write()
-    gm.recompile()
-    return needed
-
-
 def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple[int, ...]:
-    if (table := backward_tables.table_of(node)) is not None:
-        backward_tables.add(table)
+    if (table := table_of(node)) is not None:
+        queue_table(table)
     return original(node)
 
 
@@ -226,7 +205,7 @@ def copy_backward(
     graph: Graph = compiler.fx_tracer.graph
     before = len(graph.nodes)
     result = original(compiler, inputs, saved, tensors, pctx, ctx, *rest)
-    table = backward_tables.table_of(ctx)
+    table = table_of(ctx)
     if not handles_streams() or table is None:
         return result
     from torch._dynamo.compiled_autograd import extract_bw_module
@@ -245,7 +224,8 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
     compile_graph, found = compiler.compiler_fn, []
 
     def compile_placed(gm: GraphModule) -> Any:
-        found.append((gm, write_stream_program(gm) if handles_streams() else ()))
+        is_marked = any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS))
+        found.append((gm, _Writer(gm).write() if is_marked and handles_streams() else ()))
         return compile_graph(gm)
 
     compiler.compiler_fn = compile_placed
@@ -254,7 +234,7 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
     finally:
         compiler.compiler_fn = compile_graph
     ((gm, needed),) = found
-    return lambda *args: backward_tables.run_backward(lambda: run(*args), gm, needed), compiled
+    return lambda *args: run_backward(lambda: run(*args), gm, needed), compiled
 
 
 def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> Any:
@@ -267,3 +247,41 @@ def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> 
         return original(module, *args)
     with torch.fx.traceback.preserve_node_meta():
         return PropagateUnbackedSymInts(module.gm).run(*module.unflatten_fn(list(args)))
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.queue: list[objects.Snapshot] = []  # of its next backward; tables of a backward that failed come first
+
+
+thread = _Thread()
+
+
+def table_of(ctx: Any) -> objects.Snapshot | None:
+    """Return the table that the forward of a compiled function saved with its autograd node; None for other nodes."""
+    table = getattr(ctx, "_external_objects", None)
+    return table if isinstance(table, objects.Snapshot) else None
+
+
+def queue_table(table: objects.Snapshot) -> None:
+    """Queue a table; one that is queued already moves to the end."""
+    thread.queue = [*(t for t in thread.queue if t is not table), table]
+
+
+def position_of(table: objects.Snapshot) -> int:
+    """Return the position of a queued table, 1 for the last one."""
+    return next(i for i, t in enumerate(reversed(thread.queue), 1) if t is table)
+
+
+def run_backward(call: Callable[[], Any], gm: GraphModule, needed: Sequence[StreamObject]) -> Any:
+    """Call the graph of a backward, with the streams and events that it needs of the tables that were queued for it."""
+    tables, thread.queue = thread.queue, []
+    if not tables:
+        return call()
+    for found in needed:
+        setattr(gm, found.name, tables[-found.from_end].objects[found.index])
+    try:
+        return objects.run_after_forwards([table.objects[0] for table in tables], call)
+    finally:
+        for found in needed:
+            setattr(gm, found.name, None)

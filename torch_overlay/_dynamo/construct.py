@@ -13,8 +13,6 @@ from typing import Any, NoReturn, TYPE_CHECKING
 import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
-from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
 from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, StreamContextVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable, TensorVariable
@@ -80,16 +78,6 @@ def make_external_stream(
     return stream_variable(tx, value, index)
 
 
-def make_event(
-    tx: InstructionTranslatorBase,
-    cls: type[torch.Event],
-    args: Sequence[VariableTracker],
-    kwargs: Mapping[str, VariableTracker],
-) -> EventVariable:
-    positional, named = _constants(cls, args, kwargs)
-    return new_event(tx, cls, positional, named)
-
-
 def new_event(
     tx: InstructionTranslatorBase, cls: type[torch.Event], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
 ) -> EventVariable:
@@ -98,14 +86,8 @@ def new_event(
         value = cls(*args, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
         _refuse(cls, f"arguments {args}, {kwargs}", f"The constructor fails: {error}")
-    if cls is torch.cuda.Event:
-        timing = bool(kwargs.get("enable_timing", args[0] if args else False))
-    else:
-        timing = bool(kwargs.get("enable_timing", False))
-    index = registry.add_owned(value, cls, args, dict(kwargs), timing=timing)
-    proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
-    set_example_value(proxy.node, value)
-    return EventVariable(proxy, value, index)
+    index = registry.add_owned(value, cls, args, dict(kwargs))
+    return EventVariable(registry.look_up(tx, index, value), value, index)
 
 
 def make_stream_context(
@@ -138,10 +120,8 @@ def make_device_context(
 
 
 def stream_variable(tx: InstructionTranslatorBase, value: torch.Stream, index: int) -> StreamVariable:
-    proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
-    set_example_value(proxy.node, value)
     variable_class = CudaStreamVariable if isinstance(value, torch.cuda.Stream) else StreamVariable
-    return variable_class(proxy, value, user_object_index=index)
+    return variable_class(registry.look_up(tx, index, value), value, user_object_index=index)
 
 
 def _constants(
@@ -184,8 +164,8 @@ _MAKERS: dict[type, Callable[..., VariableTracker]] = {
     torch.Stream: make_stream,
     torch.cuda.Stream: make_stream,
     torch.cuda.ExternalStream: make_external_stream,
-    torch.Event: make_event,
-    torch.cuda.Event: make_event,
+    torch.Event: lambda tx, cls, args, kwargs: new_event(tx, cls, *_constants(cls, args, kwargs)),
+    torch.cuda.Event: lambda tx, cls, args, kwargs: new_event(tx, cls, *_constants(cls, args, kwargs)),
     torch.cuda.StreamContext: make_stream_context,
     torch.cuda.device_of: make_device_context,
 }

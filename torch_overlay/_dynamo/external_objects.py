@@ -100,11 +100,11 @@ def _leave_in_any_case(leave: Any, dummy: Any) -> None:
         leave()
 
 
-def call_with_objects(codegen: PyCodegen, emit_call: Callable[[], None]) -> None:
-    """Emit the call of a graph by `emit_call`, with what passes the graph its streams and events around it."""
+def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
+    """Emit the call of a graph, with what passes the graph its streams and events around it."""
     constructors = list(numbering.index_to_bytecode_constructor)
     if not constructors:
-        emit_call()
+        original(codegen, fn_name)
         return
     output = codegen.tx.output
     frame = registry.current()
@@ -123,17 +123,13 @@ def call_with_objects(codegen: PyCodegen, emit_call: Callable[[], None]) -> None
     # Nothing is on the stack when Dynamo calls a graph, so an exception unwinds to depth 0.
     before, after = _bytecode_from_template_with_split(_leave_in_any_case, 0, {"leave": leave})
     codegen.extend_output(before)
-    emit_call()
+    original(codegen, fn_name)
     codegen.extend_output(after)
     for index in frame.set_streams.values():
         codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
         codegen.append_output(codegen.create_load(frame.locals[index]))
         codegen.call_function(1, False)
         codegen.pop_top()
-
-
-def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
-    call_with_objects(codegen, lambda: original(codegen, fn_name))
 
 
 # -- a backward

@@ -1,22 +1,31 @@
-"""Traces functions of torch.cuda and torch.accelerator that get or set the current stream, or synchronize."""
+"""Traces functions of torch.cuda and torch.accelerator that get or set the current stream, or synchronize, and how
+programs look up their streams: cached properties of objects, dictionaries with an entry per thread.
+
+If a cached property that holds a stream has not been read yet, the frame makes the stream and stores it in the object
+as the property does. The number of the thread is a constant under a guard, since it is the key of a dictionary: each
+thread gets code of its own.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index, register_user_object
-from torch._dynamo.source import GlobalSource
-from torch._dynamo.utils import guard_if_dyn, set_example_value
+from torch._dynamo.graph_bytecode_inputs import register_user_object
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GlobalSource
+from torch._dynamo.utils import guard_if_dyn
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.streams import CudaStreamVariable, StreamContextVariable, StreamVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
 from torch_overlay._dynamo import ops, registry
-from torch_overlay._dynamo.methods import stream_handle
-from torch_overlay._dynamo.run_time_values import runtime_bool
+from torch_overlay._dynamo.methods import runtime_bool, stream_handle
 from torch_overlay._dynamo.state import expects_streams, handled
 
 
@@ -78,8 +87,7 @@ def default_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **k
         value = torch.cuda.default_stream(index)
         source = GlobalSource(tx.output.install_global_by_id("__default_stream", value))
         number = register_user_object(value, source)
-        proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (number,), {})
-        set_example_value(proxy.node, value)
+        proxy = registry.look_up(tx, number, value)
         found = CudaStreamVariable(proxy, value, user_object_index=number, source=source)
         state.default_streams[index] = found
     return found
@@ -93,10 +101,6 @@ def set_stream(function: Any, tx: InstructionTranslatorBase, stream: Any) -> Var
         _refuse(f"{function.value.__module__}.set_stream", str(stream), "takes a stream")
     tx.symbolic_stream_state.set_stream(tx, stream)
     return ConstantVariable.create(None)
-
-
-def stream_context(function: Any, tx: InstructionTranslatorBase, stream: Any) -> VariableTracker:
-    return StreamContextVariable.create(tx, stream)
 
 
 def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
@@ -141,7 +145,6 @@ def handlers() -> dict[Callable[..., Any], Handler]:
         torch.cuda.default_stream: default_stream,
         torch.cuda.set_stream: set_stream,
         torch.accelerator.set_stream: set_stream,
-        torch.cuda.stream: stream_context,
         torch.cuda.synchronize: synchronize,
         torch.accelerator.synchronize: synchronize,
         torch.cuda.is_current_stream_capturing: is_current_stream_capturing,
@@ -160,3 +163,45 @@ def choose(ours: Handler, other: Callable[..., Any] | None) -> Handler:
         return None if other is None else other(function, tx, *args, **kwargs)
 
     return handler
+
+
+_THREAD = {threading.get_ident: "get_ident", threading.get_native_id: "get_native_id"}
+
+
+def call_skipped(
+    original: Callable[..., VariableTracker],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Wrap the call of a function that Dynamo doesn't trace: thread numbers and the raw current stream."""
+    function = variable.value
+    # Looked up by name at each call, because a simulated GPU replaces the function.
+    if function is torch._C._cuda_getCurrentRawStream and expects_streams(tx):
+        return raw_stream(variable, tx, *args, **kwargs)
+    name = _THREAD.get(function) if type(function) is type(threading.get_ident) else None
+    if name is None or args or kwargs or not expects_streams(tx):
+        return original(variable, tx, args, kwargs)
+    source = CallFunctionNoArgsSource(AttrSource(tx.import_source("threading"), name))
+    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+    return ConstantVariable.create(function())
+
+
+def invoke_descriptor_get(
+    original: Callable[..., VariableTracker],
+    owner: Any,
+    tx: InstructionTranslatorBase,
+    name: str,
+    descriptor: object,
+    source: Any,
+) -> VariableTracker:
+    """Wrap `__get__` of a descriptor: trace functools.cached_property, which holds a lock in some Python versions."""
+    is_cached = type(descriptor) is functools.cached_property and descriptor.attrname == name
+    if not is_cached or not expects_streams(tx):
+        return original(owner, tx, name, descriptor, source)
+    where = owner.get_source_by_walking_mro(tx, name) if owner.cls_source is not None else None
+    getter = UserFunctionVariable(descriptor.func, source=where and AttrSource(where, "func"))
+    value = UserMethodVariable(getter, owner).call_function(tx, [], {})
+    tx.output.side_effects.store_instance_dict_attr(owner, name, value)
+    return value

@@ -22,8 +22,8 @@ from torch._dynamo.source import GlobalWeakRefSource
 
 from torch_overlay import frame_facts
 from torch_overlay._dynamo import construct, functions, graph_breaks, objects, ranges, registry
-from torch_overlay._dynamo.manual_contexts import bind, unbound_method
-from torch_overlay._dynamo.run_time_values import branch_error
+from torch_overlay._dynamo.contexts import bind, unbound_method
+from torch_overlay._dynamo.methods import branch_error
 from torch_overlay._dynamo.state import handled
 from torch_overlay.hooks import override
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.source import CurrentStreamSource, Source
+    from torch._dynamo.source import CurrentStreamSource
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
@@ -119,12 +119,6 @@ def holds_streams(function: types.FunctionType) -> bool:
     return False
 
 
-def weak_source(tx: InstructionTranslatorBase, function: types.FunctionType) -> Source:
-    """Return a source of a function that has none: a weak reference in the globals of the compiled code."""
-    tx.output.bypass_package("the compiled code has a reference to a function that the frame reaches on its own")
-    return GlobalWeakRefSource(tx.store_global_weakref_by_id("__stream_function", function))
-
-
 def bind_args(
     original: Callable[..., dict[str, VariableTracker]],
     variable: Any,
@@ -140,7 +134,8 @@ def bind_args(
         and handled(tx)
         and holds_streams(function)
     ):
-        variable.source = weak_source(tx, function)
+        tx.output.bypass_package("the compiled code has a reference to a function that the frame reaches on its own")
+        variable.source = GlobalWeakRefSource(tx.store_global_weakref_by_id("__stream_function", function))
     return original(variable, tx, args, kwargs)
 
 
@@ -196,21 +191,16 @@ def evaluate_expr(original: Callable[..., Any], number: Any, output: OutputGraph
 # -- the caller's stream
 
 
-def push_callers_stream(codegen: PyCodegen, device: torch.device) -> None:
-    """Emit what pushes the current stream of a CUDA device, as a torch.cuda.Stream."""
-    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))
-    index = -1 if device.index is None else device.index
-    codegen.append_output(codegen.create_load_const(index))
-    codegen.call_function(1, False)
-
-
 def reconstruct_current_stream(
     original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
 ) -> None:
-    if source.device.type == "cuda" and torch.cuda.is_available():
-        push_callers_stream(codegen, source.device)
-    else:
+    """Emit what pushes the current stream of a device; of a CUDA device as a torch.cuda.Stream."""
+    if source.device.type != "cuda" or not torch.cuda.is_available():
         original(source, codegen)
+        return
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))
+    codegen.append_output(codegen.create_load_const(-1 if source.device.index is None else source.device.index))
+    codegen.call_function(1, False)
 
 
 # -- skipped

@@ -3,6 +3,10 @@
 Calls that order work become nodes of the `streams` operators, with indices as in upstream; questions that only the run
 can answer become nodes of our own operators (ops.py). No method touches the object that it is called on.
 
+In the graph, what the run answers is an unbacked symbol, so it can be returned, computed with, and passed to operators
+under fullgraph=True. A branch on it breaks the graph; under fullgraph=True the error says what was asked, and what to
+do.
+
 Comparisons and hashes are answered while tracing, under guards: a stream of the caller is guarded by its identity, or,
 if it is compared with the current stream, only by whether it is the current stream. A stream that the frame makes can
 be compared only at run time, except with itself.
@@ -10,6 +14,8 @@ be compared only at run time, except with itself.
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
@@ -24,16 +30,12 @@ from torch._dynamo.variables.streams import EventVariable, StreamVariable
 
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.construct import new_event
-from torch_overlay._dynamo.run_time_values import runtime_bool, runtime_scalar
 from torch_overlay._dynamo.state import CallersStreamVariable
 
 
 if TYPE_CHECKING:
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-
-Handler = (
-    "Callable[[Any, InstructionTranslatorBase, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]"
-)
 
 
 def _argument(
@@ -99,10 +101,6 @@ def stream_record_event(self: Any, tx: Any, args: list[Any], kwargs: dict[str, A
     return event
 
 
-def stream_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    return _sync(tx, torch.ops.streams.synchronize_stream, self.user_object_index)
-
-
 def stream_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     return runtime_bool(tx, ops.query_stream, self.user_object_index)
 
@@ -114,10 +112,6 @@ def event_wait(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> V
 
 def event_record(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     return _record(tx, self, _stream(self, tx, "record", args, kwargs))
-
-
-def event_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    return _sync(tx, torch.ops.streams.synchronize_event, self.user_object_index)
 
 
 def event_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
@@ -211,14 +205,8 @@ def stream_compare(
         return None
     equal = _equal(self, other, tx)
     if isinstance(equal, VariableTracker):
-        return equal if op == "__eq__" else _negation(tx, equal)
+        return equal if op == "__eq__" else VariableTracker.build(tx, operator.not_).call_function(tx, [equal], {})
     return ConstantVariable.create(equal == (op == "__eq__"))
-
-
-def _negation(tx: InstructionTranslatorBase, value: VariableTracker) -> VariableTracker:
-    import operator
-
-    return VariableTracker.build(tx, operator.not_).call_function(tx, [value], {})
 
 
 def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslatorBase) -> bool | VariableTracker:
@@ -251,3 +239,54 @@ def stream_handle(self: StreamVariable, tx: InstructionTranslatorBase) -> Variab
 
 def stream_id(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
     return _ask_the_run_or_guard(self, tx, ops.stream_id, "stream_id")
+
+
+# For the operators on which programs branch: the text of the error.
+_QUESTIONS = {
+    ops.query_event: "whether an event has happened (`query`)",
+    ops.query_stream: "whether a stream is done (`query`)",
+    ops.same_stream: "whether a stream that the function makes is another one",
+    ops.is_capturing: "whether a CUDA graph is being captured (`is_current_stream_capturing`)",
+}
+
+
+def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> VariableTracker:
+    """Call the operator in the graph; return a number or bool that the run provides."""
+    from torch._dynamo import config
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    shape_env = tx.output.shape_env
+    if shape_env is not None and not shape_env.allow_scalar_outputs:
+        # For fake tensors only. Whether the user's own Tensor.item() breaks the graph is Dynamo's decision.
+        shape_env.settings = dataclasses.replace(shape_env.settings, allow_scalar_outputs=True)
+    result = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", op, indices, {}))
+    with config.patch(capture_scalar_outputs=True):
+        number = result.call_method(tx, "item", [], {})
+    if isinstance(number, SymNodeVariable):
+        symbols = dict.fromkeys(number.sym_num.node.expr.free_symbols, _QUESTIONS.get(op, "what the run reads"))
+        tx.symbolic_stream_state.run_time_symbols.update(symbols)
+    if isinstance(number, SymNodeVariable) and isinstance(result, TensorVariable) and number.python_type() is float:
+        number._tensor_var = result  # a float leaves the graph as a tensor, and `result` is one
+    return number
+
+
+def runtime_bool(tx: InstructionTranslatorBase, op: Any, *indices: int) -> VariableTracker:
+    """Call the operator as runtime_scalar does, for operators that return 0 or 1; return a bool."""
+    number = runtime_scalar(tx, op, *indices)
+    return VariableTracker.build(tx, operator.ne).call_function(tx, [number, VariableTracker.build(tx, 0)], {})
+
+
+def branch_error(number: Any, output: OutputGraph | None) -> str | None:
+    """Return what is wrong with a branch on a symbolic number, if it is one of ours, and what to do."""
+    state = getattr(getattr(output, "root_tx", None), "symbolic_stream_state", None)
+    known = getattr(state, "run_time_symbols", {})
+    asked = [known[s] for s in number.sym_num.node.expr.free_symbols if s in known]
+    if not asked:
+        return None
+    wait = "; or, if it is there to wait for work, call `synchronize()` instead" if "(`query`)" in asked[0] else ""
+    return (
+        f"A branch on {asked[0]} can't be compiled into one graph: the answer is only known when the code runs. "
+        "Leave out fullgraph=True, and the graph breaks here, so that the branch is taken at run time; or return "
+        f"the answer and branch outside of the compiled function{wait}."
+    )

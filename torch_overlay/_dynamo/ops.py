@@ -13,10 +13,19 @@ indices of streams and events in the table of the call (objects.py):
     is_capturing(int left, int right)       whether a CUDA graph is captured from one of two streams, as 0 or 1
 
 The truth values are integers because an unbacked bool brings range assertions into the graph.
+
+Operators that open, close and mark profiler ranges, of NVTX and of torch.profiler.record_function, compute nothing, and
+keep their order with each other and with the launches around them (Note [Ranges]). Ranges of record_function nest, and
+belong to the thread.
+
+    range_push(str kind, str message, str? details)     kind: "nvtx" or "record_function"
+    range_pop(str kind)
+    range_mark(str message)                             an instant of NVTX
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -29,6 +38,7 @@ from torch_overlay._functorch.streams.fx import NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 _ONE_INDEX = "(int index) -> Tensor"
 _TWO_INDICES = "(int left, int right) -> Tensor"
@@ -64,3 +74,45 @@ stream_handle = _define("stream_handle", _ONE_INDEX, torch.int64, lambda stream:
 stream_id = _define("stream_id", _ONE_INDEX, torch.int64, lambda stream: stream.stream_id)
 same_stream = _define("same_stream", _TWO_INDICES, torch.int64, lambda left, right: left == right)
 is_capturing = _define("is_capturing", _TWO_INDICES, torch.int64, _is_capturing)
+
+
+NVTX, RECORD_FUNCTION = "nvtx", "record_function"
+
+
+class _OpenRanges(threading.local):
+    def __init__(self) -> None:
+        self.ranges: list[torch.profiler.record_function] = []
+
+
+_open = _OpenRanges()
+
+
+def push_range(kind: str, message: str, details: str | None) -> None:
+    if kind == NVTX:
+        torch.cuda.nvtx.range_push(message)
+    else:
+        opened = torch.profiler.record_function(message, details)
+        opened.__enter__()
+        _open.ranges.append(opened)
+
+
+def pop_range(kind: str) -> None:
+    if kind == NVTX:
+        torch.cuda.nvtx.range_pop()
+    elif _open.ranges:
+        _open.ranges.pop().__exit__(None, None, None)
+
+
+def _mark(message: str) -> None:
+    torch.cuda.nvtx.mark(message)
+
+
+def _nothing(*args: object) -> None:
+    """Trace an operator that computes nothing."""
+
+
+range_push = define("range_push", "(str kind, str message, str? details) -> ()", push_range, _nothing)
+range_pop = define("range_pop", "(str kind) -> ()", pop_range, _nothing)
+range_mark = define("range_mark", "(str message) -> ()", _mark, _nothing)
+
+RANGES = (range_push, range_pop, range_mark)

@@ -1,6 +1,6 @@
 """Traces ranges of NVTX and of torch.profiler.record_function in Dynamo.
 
-While a frame is traced, each range becomes operations of the graph (range_ops.py). When the graph is complete, `finish`
+While a frame is traced, each range becomes operations of the graph (ops.py). When the graph is complete, `finish`
 removes the unwanted ones: pairs and marks. A range that is opened in one graph and closed in another stays, since the
 other one may be eager code.
 
@@ -22,8 +22,8 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 
 from torch_overlay import config
-from torch_overlay._dynamo.manual_contexts import NvtxRange, range_enter, range_exit
-from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
+from torch_overlay._dynamo.contexts import NvtxRange, range_enter, range_exit
+from torch_overlay._dynamo.ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
 from torch_overlay._dynamo.state import expects_streams, handled
 from torch_overlay._functorch.streams.fx import has_streams, is_stream_op
 from torch_overlay.hooks import override
@@ -102,9 +102,6 @@ class _NvtxRangeVariable(ContextWrappingVariable):
     def fn_name(self) -> str:
         return "range"
 
-    def supports_graph_breaks(self) -> bool:
-        return True
-
     def reconstruct_type(self, codegen: PyCodegen) -> None:
         """Push a callable that returns the context: Note [Graph breaks in stream contexts]."""
         codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
@@ -179,29 +176,6 @@ def decorated(tx: InstructionTranslatorBase, cls: object, args: Any) -> Variable
     return nvtx_range(function, tx, *given.items, **named.keys_as_python_constant())
 
 
-def name_of(args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """Return the name and the details that torch.profiler.record_function is given, if they are constants."""
-    given = {**dict(zip(("name", "args"), args)), **kwargs}
-    if not all(one.is_python_constant() for one in given.values()):
-        return None
-    return {key: one.as_python_constant() for key, one in given.items()}
-
-
-def _is_recorded(tx: InstructionTranslatorBase) -> bool:
-    """True if a range of record_function becomes operations of this module, and not those of Dynamo's option."""
-    return not torch._dynamo.config.capture_profiler_record_function and handled(tx) and wants(RECORD_FUNCTION)
-
-
-def open_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> None:
-    if name is not None and _is_recorded(tx):
-        _push(tx, RECORD_FUNCTION, str(name.get("name", "unknown")), name.get("args"))
-
-
-def close_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> None:
-    if name is not None and _is_recorded(tx):
-        _pop(tx, RECORD_FUNCTION)
-
-
 def finish(graph: Graph) -> None:
     """Remove the unwanted ranges, once all of the graph is known."""
     of_streams = has_streams(graph.nodes, lambda node: is_stream_op(node) and node.target not in RANGES)
@@ -226,14 +200,13 @@ def _take_over(graph: Graph) -> None:
     ops = torch.ops.profiler
     for node in list(graph.nodes):
         if node.target is ops._record_function_enter_new:
-            with graph.inserting_before(node):
-                made = graph.call_function(range_push, (RECORD_FUNCTION, *node.args))
+            ours, arguments = range_push, (RECORD_FUNCTION, *node.args)
         elif node.target is ops._record_function_exit._RecordFunction:
-            with graph.inserting_before(node):
-                made = graph.call_function(range_pop, (RECORD_FUNCTION,))
+            ours, arguments = range_pop, (RECORD_FUNCTION,)
         else:
             continue
-        made.meta = dict(node.meta)
+        with graph.inserting_before(node):
+            graph.call_function(ours, arguments).meta = dict(node.meta)
     for node in reversed(graph.nodes):
         if node.target in (ops._record_function_exit._RecordFunction, ops._record_function_enter_new):
             graph.erase_node(node)
@@ -242,17 +215,29 @@ def _take_over(graph: Graph) -> None:
 def create_range(original: Callable[..., Any], func: Any, record_args: Any, record_kwargs: Any, **kwargs: Any) -> Any:
     context = original(func, record_args, record_kwargs, **kwargs)
     override(context, enter=enter_range, exit=exit_range)
-    context.overlay_name = name_of(record_args, record_kwargs)
+    given = {**dict(zip(("name", "args"), record_args)), **record_kwargs}
+    if all(one.is_python_constant() for one in given.values()):
+        context.overlay_name = {key: one.as_python_constant() for key, one in given.items()}
     return context
 
 
+def _recorded_name(tx: InstructionTranslatorBase, context: Any) -> dict[str, Any] | None:
+    """Return the name of a range of record_function that becomes operations of this module, and not those of Dynamo's
+    option.
+    """
+    is_ours = not torch._dynamo.config.capture_profiler_record_function and handled(tx) and wants(RECORD_FUNCTION)
+    return getattr(context, "overlay_name", None) if is_ours else None
+
+
 def enter_range(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase) -> Any:
-    open_record(tx, getattr(context, "overlay_name", None))
+    if (name := _recorded_name(tx, context)) is not None:
+        _push(tx, RECORD_FUNCTION, str(name.get("name", "unknown")), name.get("args"))
     return original(context, tx)
 
 
 def exit_range(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
-    close_record(tx, getattr(context, "overlay_name", None))
+    if _recorded_name(tx, context) is not None:
+        _pop(tx, RECORD_FUNCTION)
     return original(context, tx, *args)
 
 

@@ -44,8 +44,8 @@ def handler(
     return handle
 
 
-_STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "synchronize", "query")
-_EVENT_METHODS = ("wait", "record", "synchronize", "query", "elapsed_time")
+_STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "query")
+_EVENT_METHODS = ("wait", "record", "query", "elapsed_time")
 _STREAM_ATTRIBUTES = {
     "device": "stream_device",
     "device_index": "stream_device_index",
@@ -74,18 +74,11 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
         table.update(entries)
 
     def methods(table: dict[str, Any], kind: str, names: tuple[str, ...]) -> None:
-        upstream = {name: getattr(table.get(name), "handler", None) for name in names}
-        update(table, {name: Method(handler(f"{kind}_{name}", upstream[name])) for name in names})
+        update(table, {n: Method(handler(f"{kind}_{n}", getattr(table.get(n), "handler", None))) for n in names})
 
     def attributes(table: dict[str, Any], names: dict[str, str], only_cuda: bool) -> None:
-        upstream = {name: getattr(table.get(name), "getter", None) for name in names}
-        update(
-            table,
-            {
-                name: GetSet(handler(function, upstream[name], only_cuda), readonly_setter)
-                for name, function in names.items()
-            },
-        )
+        getters = {n: handler(ours, getattr(table.get(n), "getter", None), only_cuda) for n, ours in names.items()}
+        update(table, {name: GetSet(getter, readonly_setter) for name, getter in getters.items()})
 
     methods(streams.StreamVariable.tp_methods, "stream", _STREAM_METHODS)
     methods(streams.EventVariable.tp_methods, "event", _EVENT_METHODS)
@@ -96,12 +89,12 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     streams.StreamVariable.tp_repr_impl = handler("stream_repr", VariableTracker.tp_repr_impl)
     profiled = ctx_manager.ProfilerRecordFunctionContextVariable
     profiled.tp_methods = {
-        "__enter__": Method(handler("range_enter", None, module="manual_contexts")),
-        "__exit__": Method(handler("range_exit", None, module="manual_contexts")),
+        "__enter__": Method(handler("range_enter", None, module="contexts")),
+        "__exit__": Method(handler("range_exit", None, module="contexts")),
     }
     streams.StreamContextVariable.tp_methods = {
-        "__enter__": Method(handler("context_enter", None, module="manual_contexts")),
-        "__exit__": Method(handler("context_exit", None, module="manual_contexts")),
+        "__enter__": Method(handler("context_enter", None, module="contexts")),
+        "__exit__": Method(handler("context_exit", None, module="contexts")),
     }
     streams.StreamContextVariable.reconstruct_type = _reconstruct_type
     streams.StreamVariable.hash_impl = handler("stream_hash", VariableTracker.hash_impl)

@@ -20,6 +20,7 @@ from typing import Any, Literal, TYPE_CHECKING
 import torch
 from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.source import CurrentStreamSource
+from torch._dynamo.utils import set_example_value
 
 from torch_overlay._dynamo import objects
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.source import Source
-    from torch.fx import Node
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch.fx import Node, Proxy
 
     from torch_overlay.frame_facts import Origin
 
@@ -43,7 +45,6 @@ class _Entry:
     origin: Origin
     value: object
     priority: int | None = None
-    timing: bool | None = None
     source: Source | None = None
 
 
@@ -119,7 +120,7 @@ def _describe() -> Iterator[ObjectInfo]:
         )
         device = value.device if isinstance(value, torch.Stream) else None
         escapes = entry.origin == "caller" or index in _frame.locals
-        yield ObjectInfo(index, entry.origin, escapes, kind, device, entry.priority, entry.timing)
+        yield ObjectInfo(index, entry.origin, escapes, kind, device, entry.priority)
 
 
 def _first_readers() -> dict[int, int]:
@@ -151,7 +152,6 @@ def add_owned(
     kwargs: dict[str, object],
     *,
     priority: int | None = None,
-    timing: bool | None = None,
 ) -> int:
     """Register an object that the frame makes by `make(*args, **kwargs)`; `value` stands for it while tracing."""
 
@@ -166,7 +166,7 @@ def add_owned(
 
     note_streams()
     index = numbering.register_graph_created_object(value, emit)
-    _frame.entries[index] = _Entry("frame", value, priority, timing)
+    _frame.entries[index] = _Entry("frame", value, priority)
     return index
 
 
@@ -197,6 +197,13 @@ def add_current(value: torch.Stream, source: Source) -> int:
     index = numbering.register_user_object(value, source)
     _frame.entries[index] = _Entry("current", value, source=source)
     return index
+
+
+def look_up(tx: InstructionTranslatorBase, index: int, value: object) -> Proxy:
+    """Add the look-up of an object by its number to the graph; `value` stands for the object while tracing."""
+    proxy = tx.output.create_proxy("call_function", numbering.get_external_object_by_index, (index,), {})
+    set_example_value(proxy.node, value)
+    return proxy
 
 
 def local_of(output: OutputGraph, index: int) -> str:

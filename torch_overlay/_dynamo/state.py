@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import weakref
 from typing import Any, TYPE_CHECKING
 
@@ -25,9 +26,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch._dynamo import graph_break_hints, graph_bytecode_inputs as numbering
 from torch._dynamo.exc import RestartAnalysis, unimplemented
-from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.source import CurrentStreamSource
-from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables.streams import (
     CudaStreamVariable,
     StreamContextVariable,
@@ -59,9 +58,6 @@ class CallersStreamVariable(CudaStreamVariable):
     def python_type(self) -> type:
         return torch.Stream if self.base else torch.cuda.Stream
 
-    def _is_current_stream(self) -> bool:
-        return True
-
     def reconstruct(self, codegen: PyCodegen) -> None:
         assert self.user_object_index is not None
         name = registry.local_of(codegen.tx.output, self.user_object_index)
@@ -73,12 +69,12 @@ class CallersStreamVariable(CudaStreamVariable):
         codegen.call_function(1, False)
 
 
+@dataclasses.dataclass
 class _Level:
     """Current streams of the frame, or of one open stream context."""
 
-    def __init__(self, streams: dict[int, StreamVariable], context: StreamContextVariable | None) -> None:
-        self.streams = streams
-        self.context = context
+    streams: dict[int, StreamVariable]
+    context: StreamContextVariable | None = None
 
 
 class StreamState(SymbolicStreamState):
@@ -87,7 +83,7 @@ class StreamState(SymbolicStreamState):
     def __init__(self) -> None:
         super().__init__()
         self.cuda = torch.accelerator.is_available()
-        self.levels = [_Level({}, None)]
+        self.levels = [_Level({})]
         # Numbers that only the run knows -> where they come from.
         self.run_time_symbols: dict[Any, str] = {}
         # Contexts entered by calls of `__enter__` and not left; each stream context with the previous current stream.
@@ -127,37 +123,27 @@ class StreamState(SymbolicStreamState):
         value = objects.callers_stream(device_index)
         other = self._callers.get((device_index, not base))
         if other is not None:
-            index = other.user_object_index
+            index: Any = other.user_object_index
         elif device_index == self.entry_device:
             index = registry.CALLERS_STREAM_INDEX
         else:
             index = registry.add_current(value, source)
-        proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
-        set_example_value(proxy.node, value)
+        proxy = registry.look_up(tx, index, value)
         return CallersStreamVariable(proxy, value, index, callers_source=source, base=base)
 
     # The interface of SymbolicStreamState.
 
     def enter_stream(self, stream: StreamVariable) -> None:
-        self.push(stream, None)
+        self.levels.append(_Level({**self.levels[-1].streams, stream.device.index: stream}))
 
     def exit_stream(self) -> None:
-        self.pop()
+        self.levels.pop()
 
     def cur_stream(self, device: torch.device | None = None) -> StreamVariable:
         raise NotImplementedError("ask current(), which takes the translator")
 
     def cur_stream_id(self) -> int:
         return -1
-
-    # Contexts.
-
-    def push(self, stream: StreamVariable, context: StreamContextVariable | None) -> None:
-        index = stream.device.index
-        self.levels.append(_Level({**self.levels[-1].streams, index: stream}, context))
-
-    def pop(self) -> None:
-        self.levels.pop()
 
     def set_stream(self, tx: InstructionTranslatorBase, stream: StreamVariable) -> None:
         """Trace torch.cuda.set_stream: it holds until the stream context ends, or without one beyond the frame."""

@@ -50,11 +50,11 @@ from torch_overlay.errors import OverlayError
 from torch_overlay.hooks import registered_by, resolve, wrapped_by
 
 from . import verify
-from .torch_import import is_importing
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from types import ModuleType
 
     from torch_overlay.seams import Seam
 
@@ -69,8 +69,7 @@ class Change:
     seam: Seam
     spec: Any  # that its module was loaded by: a module that is loaded again has another one
     place: verify.SeamTarget | None = None
-    hook: Any = None
-    raw_hook: Any = None
+    hook: Any = None  # with the descriptor of the original
     undo: Callable[[], None] | None = None
 
     def is_loaded_again(self) -> bool:
@@ -79,7 +78,7 @@ class Change:
 
     def is_upstreams(self, found: Any) -> bool:
         """True if an object is the original, or the function that upstream's code defines, and not the hook."""
-        if self.place is None or found is self.raw_hook:
+        if self.place is None or found is self.hook:
             return False
         function = verify.unwrap_descriptor(found)
         if function is self.place.original:
@@ -196,8 +195,8 @@ class Installer:
         try:
             for change in changes:
                 if change.place is not None:
-                    setattr(change.place.owner, change.place.name, change.raw_hook)
-            rebind((c.place.original, c.hook, c.seam) for c in changes if c.place is not None)
+                    setattr(change.place.owner, change.place.name, change.hook)
+            rebind((c.place.original, verify.unwrap_descriptor(c.hook), c.seam) for c in changes if c.place is not None)
             for change in changes:
                 if change.place is None:
                     change.undo = register(change.seam)
@@ -215,7 +214,7 @@ class Installer:
                 change.undo()
             if change.place is not None:
                 setattr(change.place.owner, change.place.name, change.place.raw)
-        rebind((c.hook, c.place.original, c.seam) for c in changes if c.place is not None)
+        rebind((verify.unwrap_descriptor(c.hook), c.place.original, c.seam) for c in changes if c.place is not None)
 
     def _say_what_is_compiled(self, event: str, effect: str) -> None:
         convert_frame = sys.modules.get("torch._dynamo.convert_frame")
@@ -257,7 +256,7 @@ def prepare(seam: Seam) -> Change:
         return Change(seam, module.__spec__)
     place = verify.find_place(seam, module)
     hook = wrapped_by(seam.impl)(place.original)
-    return Change(seam, module.__spec__, place, hook, verify.rewrap_descriptor(place.raw, hook))
+    return Change(seam, module.__spec__, place, verify.rewrap_descriptor(place.raw, hook))
 
 
 def register(seam: Seam) -> Callable[[], None]:
@@ -275,7 +274,7 @@ def check_in_place(change: Change) -> None:
     if place is None or change.is_loaded_again():
         return
     current = place.current()
-    if current is not change.raw_hook and not change.is_upstreams(current):
+    if current is not change.hook and not change.is_upstreams(current):
         raise OverlayError(
             "wrapped_over",
             change.seam.target,
@@ -332,3 +331,27 @@ def _rebind_for_dynamo(pairs: Iterable[tuple[Any, Any]]) -> None:
     for old, new in pairs:
         if old in table:
             table[new] = table.pop(old)
+
+
+def is_importing(module: ModuleType | None) -> bool:
+    """True if the module's code is still running, in this thread or in another."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def forget_after_import(package: str) -> None:
+    """Remove a package and its submodules from sys.modules again, at the next import of anything else.
+
+    With TORCH_LOGS="torch_overlay" torch imports the package while torch itself is half imported; nothing can be
+    installed then, and nothing should be, since the program may never ask for the package. If it does, it imports the
+    package anew.
+    """
+
+    class Forget:
+        def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+            if fullname.partition(".")[0] == package or is_importing(sys.modules.get(package)):
+                return
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+                del sys.modules[name]
+
+    sys.meta_path.insert(0, Forget())  # type: ignore[arg-type]

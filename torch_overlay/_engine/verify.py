@@ -180,42 +180,22 @@ class SeamTarget(NamedTuple):
 
 
 def unwrap_descriptor(raw: Any) -> Any:
-    """Return the function inside a static method, class method or property."""
-    if isinstance(raw, (staticmethod, classmethod)):
-        return raw.__func__
-    if isinstance(raw, property):
-        return raw.fget
-    if isinstance(raw, functools.cached_property):
-        return raw.func
-    return raw
+    """Return the function inside a static method or a class method. No seam is in a property."""
+    return raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
 
 
 def rewrap_descriptor(raw: Any, function: Any) -> Any:
     """Return a descriptor like `raw` around another function."""
-    if isinstance(raw, (staticmethod, classmethod)):
-        return type(raw)(function)
-    if isinstance(raw, property):
-        return property(function, raw.fset, raw.fdel, raw.__doc__)
-    if isinstance(raw, functools.cached_property):
-        new = functools.cached_property(function)
-        new.attrname = raw.attrname
-        return new
-    return function
-
-
-def find_owner(seam: Seam, module: ModuleType) -> Any:
-    """Return the module or the class that has the seam's target, or None if there is no such class."""
-    owner: Any = module
-    for part in seam.qualname.split(".")[:-1]:
-        owner = vars(owner).get(part)
-        if not isinstance(owner, type):
-            return None
-    return owner
+    return type(raw)(function) if isinstance(raw, (staticmethod, classmethod)) else function
 
 
 def find_place(seam: Seam, module: ModuleType) -> SeamTarget:
     """Return the place of the seam's target in a loaded module, read from the owner's own __dict__."""
-    owner, name = find_owner(seam, module), seam.qualname.rpartition(".")[2]
+    *classes, name = seam.qualname.split(".")
+    owner: Any = module
+    for part in classes:
+        owner = vars(owner).get(part) if owner is not None else None
+        owner = owner if isinstance(owner, type) else None
     if owner is None or name not in vars(owner):
         raise missing(seam, f"{seam.qualname} in the __dict__ of its owner", f"{owner or 'no such class'}")
     raw = vars(owner)[name]

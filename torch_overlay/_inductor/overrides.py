@@ -9,7 +9,7 @@ from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 
 from torch_overlay._inductor.offload.hooks import compute_last_usage
 from torch_overlay._inductor.relaunch import conditions, hooks as relaunch
-from torch_overlay._inductor.streams import codegen, foreach, lowering
+from torch_overlay._inductor.streams import codegen, lowering
 from torch_overlay.hooks import override
 from torch_overlay.upstream_fixes import mutation_order, partition_concat
 
@@ -23,7 +23,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
         scheduler,
         compute_dependencies=lowering.compute_dependencies,
         dead_node_elimination=mutation_order.dead_node_elimination,
-        _populate_stream_assignments=foreach.populate_stream_assignments,
+        _populate_stream_assignments=lowering.populate_stream_assignments,
         compute_last_usage=compute_last_usage,
         should_partition=should_partition,
         _log_graph_partitions=relaunch.log_graph_partitions,
@@ -31,7 +31,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, nodes: Sequenc
         _codegen=codegen.codegen,
         _codegen_partitions=codegen.codegen_partitions,
         enter_context=codegen.enter_context,
-        generate_stream_ctx_switching=codegen.generate_stream_ctx_switching,
+        generate_stream_ctx_switching=codegen.outside_of_regions,
         get_buf_stream=codegen.get_buf_stream,
         has_cross_stream_hazard=codegen.has_cross_stream_hazard,
     )
@@ -50,7 +50,7 @@ def wrapper_init(original: Callable[..., None], wrapper: Any) -> None:
         codegen_free=codegen.codegen_free,
         generate_fallback_kernel=codegen.generate_fallback_kernel,
         codegen_deferred_alignment_copies=codegen.codegen_deferred_alignment_copies,
-        sync_d2h_copy=codegen.sync_d2h_copy,
+        sync_d2h_copy=codegen.outside_of_regions,
         run_wrapper_ir_passes=codegen.run_wrapper_ir_passes,
         memory_plan_reuse=relaunch.memory_plan_reuse,
         codegen_switch=conditions.codegen_switch,

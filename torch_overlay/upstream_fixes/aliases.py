@@ -40,6 +40,7 @@ from torch_overlay._functorch.streams.fx import (
     output_descriptions,
     storage_node,
     updated_operands,
+    view_chain,
     written_arguments,
 )
 from torch_overlay._functorch.streams.memory import results_made
@@ -73,10 +74,8 @@ class Aliases:
             if isinstance(value, torch.fx.Node) and not any(
                 _is_input(what, known) for what in self._descriptions[i:][:1]
             ):
-                views, maker = [value], storage_node(value)
-                while views[-1] is not maker:
-                    views.append(views[-1].args[0])  # type: ignore[arg-type]
-                self._results.setdefault(views.pop(), []).append((i, views))
+                *views, maker = view_chain(value)
+                self._results.setdefault(maker, []).append((i, views))
         self._left = set(self._nodes)  # after the pass
         self._copies: dict[Node, Node] = {}  # by the first removed operation
 
@@ -283,6 +282,3 @@ def concatenate(original: Callable[..., Any], cls: Any, inputs: Sequence[Any], d
     nodes = [n for n in graph.current_node.all_input_nodes if n.op != "placeholder" and get_node_storage(n) in results]
     shown = {id(graph.env[node].data) for node in nodes}
     return original(cls, [clone(x) if id(x.data) in shown else x for x in inputs], dim)
-
-
-__all__ = ["Aliases", "concatenate", "reinplace_inplaceable_ops"]

@@ -47,6 +47,3 @@ def move(original: Callable[..., None], mover: Any, graph: Graph) -> None:
 def _is_made_on_host(node: Node) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, torch.Tensor) and value.device.type == "cpu"
-
-
-__all__ = ["mover_init"]

@@ -26,6 +26,3 @@ def run_triton_kernel_with_autotune(
     if kernel is not None:
         kernel._cached_launcher = None
     return original(pending_kernels, kernel_name, *args)
-
-
-__all__ = ["run_triton_kernel_with_autotune"]

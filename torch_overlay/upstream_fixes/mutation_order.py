@@ -93,6 +93,3 @@ def dead_node_elimination(original: Callable[..., None], scheduler: Any) -> None
         names = {name: wait for wait in waits[node] if wait.name in dropped for name in earlier(wait.name)}
         for name, wait in sorted(names.items()):
             node.add_fake_dep(WeakDep(name, wait.mutating_buf, is_fake=True))
-
-
-__all__ = ["dead_node_elimination", "mark_buffer_mutated", "mutation_output_init"]

@@ -93,6 +93,3 @@ def get_graph_partition_signature(
     signatures = original(scheduler, partitions, skip_cudagraphs)
     hand_on_concatenations(scheduler, partitions, signatures)
     return signatures
-
-
-__all__ = ["get_graph_partition_signature", "hand_on_concatenations"]

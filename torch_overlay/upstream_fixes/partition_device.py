@@ -22,6 +22,3 @@ def device_index(original: Callable[[int], int | str], device_idx: int) -> int |
     if isinstance(found, str) and hasattr(V.graph.wrapper_code, "parent_wrapper"):
         return V.graph.device_ops.current_device_idx_expr()
     return found
-
-
-__all__ = ["device_index"]

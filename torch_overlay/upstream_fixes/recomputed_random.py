@@ -50,6 +50,3 @@ def _draws(node: Node) -> bool:
     return is_rng_op(node) or any(
         isinstance(g, torch.fx.GraphModule) and any(map(_draws, g.graph.nodes)) for g in graphs
     )
-
-
-__all__ = ["choose_saved_values_set"]

@@ -53,9 +53,9 @@ class TestGraphNotes(TestCase):
             return into_own, into_given, into_view
 
         facts, *_ = self.one(f, torch.ones(3), torch.ones(3))
-        targets = {name: fact.eager_targets for name, fact in facts.items() if fact.eager_targets}
-        expected = {"into_own": (1,), "into_view": (1,), "into_given": (-1,)}
-        self.assertEqual(targets, expected)
+        targets = {name: fact.eager_storage for name, fact in facts.items() if fact.is_given}
+        own, given = (("y", 1),), (("l_given_", None),)
+        self.assertEqual(targets, {"into_own": own, "into_view": own, "into_given": given})
 
     def test_streams_of_two_out_tensors(self):
         def f(x, given, current, side, other):
@@ -68,8 +68,7 @@ class TestGraphNotes(TestCase):
             return values.neg()
 
         facts, *_ = self.one(f, torch.ones(3, 3), torch.ones(3, dtype=torch.int64))
-        (fact,) = [fact for fact in facts.values() if fact.eager_targets]
-        self.assertEqual(fact.eager_targets, (1, -1))
+        (fact,) = [fact for fact in facts.values() if fact.is_given]
         self.assertEqual(fact.eager_storage, (("values", 1), ("l_given_", None)))
 
     def test_stream_of_an_argument_that_is_returned(self):
@@ -84,9 +83,8 @@ class TestGraphNotes(TestCase):
             return y.neg()
 
         facts, *_ = self.one(f, torch.ones(3))
-        targets = {name: (fact.eager_targets, fact.eager_storage) for name, fact in facts.items() if fact.eager_targets}
-        expected = {"relu": ((1,), (("y", 1),)), "mul__tensor": ((-1,), (("l_x_", None),))}
-        self.assertEqual(targets, expected)
+        targets = {name: fact.eager_storage for name, fact in facts.items() if fact.is_given}
+        self.assertEqual(targets, {"relu": (("y", 1),), "mul__tensor": (("l_x_", None),)})
 
     def test_storage_that_is_updated(self):
         def f(x, current, side, other):
@@ -158,8 +156,7 @@ class TestGraphNotes(TestCase):
             return Scaled.apply(x, into, other)
 
         torch.compile(f, backend=backend)(torch.ones(3, requires_grad=True), *self.streams)
-        (fact,) = [fact for fact in found if fact.eager_targets]
-        self.assertEqual(fact.eager_targets, (1,))
+        (fact,) = [fact for fact in found if fact.is_given]
         self.assertEqual(fact.eager_storage, (("into", 1),))
 
     def test_first_readers(self):

@@ -1,6 +1,7 @@
 """`_dynamo.ops`: what the operators on streams do, and to which object."""
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +12,7 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay._dynamo import objects, ops
+from torch_overlay._dynamo.ops import NVTX, range_mark, range_pop, range_push, RECORD_FUNCTION
 
 
 class Work:
@@ -73,4 +75,41 @@ class TestStreamOperators(TestCase):
         graph.eliminate_dead_code()
         count = len(graph.find_nodes(op="call_function", target=ops.query_event))
         self.assertEqual(count, 2)
+        self.assertEqual(len(fx_graph_cse(graph).nodes), 4)
+
+
+class TestStreamRanges(TestCase):
+    def test_no_range_is_open(self):
+        range_pop(RECORD_FUNCTION)
+        range_pop(RECORD_FUNCTION)
+
+    def test_open_ranges_are_those_of_the_thread(self):
+        opened = []
+
+        class Range:
+            def __init__(self, message, details):
+                self.message = message
+
+            def __enter__(self):
+                opened.append(self.message)
+
+            def __exit__(self, *error):
+                opened.remove(self.message)
+
+        with mock.patch.object(torch.profiler, "record_function", Range):
+            range_push(RECORD_FUNCTION, "here", None)
+            other = threading.Thread(target=range_pop, args=(RECORD_FUNCTION,))
+            other.start()
+            other.join()
+            self.assertEqual(opened, ["here"])
+            range_pop(RECORD_FUNCTION)
+        self.assertEqual(opened, [])
+
+    def test_passes_keep_them_all(self):
+        graph = Graph()
+        for _ in range(2):
+            graph.call_function(range_mark, ("here",))
+        graph.call_function(range_pop, (NVTX,))
+        graph.output(())
+        graph.eliminate_dead_code()
         self.assertEqual(len(fx_graph_cse(graph).nodes), 4)

@@ -55,9 +55,9 @@ class TestStreamState(torch._dynamo.test_case.TestCase):
     def test_context_changes_the_stream_of_its_device(self):
         first, second, other = self.stream(1), self.stream(2), self.stream(3, 2)
         for pushed, currents in ((first, [first, None]), (other, [first, other]), (second, [second, other])):
-            self.state.push(pushed, None)
+            self.state.enter_stream(pushed)
             found = [self.current(1), self.current(2)]
             self.assertEqual([v if v in (first, second, other) else None for v in found], currents)
         for _ in range(3):
-            self.state.pop()
+            self.state.exit_stream()
         self.assertEqual([self.current(d).value for d in (1, 2)], [self.callers[d] for d in (1, 2)])

@@ -25,7 +25,7 @@ An input that is written to when the forward has computed must not be saved: the
 new value. Upstream tells the partitioner so only for inputs that need gradients. A checkpoint policy may ask to compute
 again what is computed from such an input, like a new count of a router's tokens: the partitioner has no way to do that.
 The value is saved, if the backward needs it. Otherwise the partitioner saves what it saves without streams
-(`streams.duplicates`).
+(Note [Duplicates] of `streams.saved_values`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTOu
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.duplicates import split_duplicates
+from torch_overlay._functorch.streams.epilogue import autograd_stream, first_reader
 from torch_overlay._functorch.streams.facts import (
     add_promised,
     ExitWait,
@@ -68,7 +67,13 @@ from torch_overlay._functorch.streams.fx import (
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.memory import saved_in_eager, SELECT, selected, UPDATE_SELECTED
-from torch_overlay._functorch.streams.saved_values import ContextNotes, place_saved, record_saved_gradients
+from torch_overlay._functorch.streams.saved_values import (
+    ContextNotes,
+    end_backward_with,
+    place_saved,
+    record_saved_gradients,
+    split_duplicates,
+)
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.orders import reached
 
@@ -166,9 +171,7 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
             if state(stream) not in unordered:
                 waits.append((CALLERS_STREAM, stream))
     for streams in waits:
-        with backward.graph.inserting_before(backward.graph.output_node()):
-            wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
-        wait.meta["partitioner_tag"] = "must_be_in_backward"
+        end_backward_with(backward.graph, torch.ops.streams.wait_stream.default, *streams)
     if unordered:
         exit_waits.append(ExitWait(CALLERS_STREAM, tuple(sorted(unordered))))
     for value in backward.graph.find_nodes(op="placeholder"):
@@ -343,8 +346,8 @@ def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
     for node in reversed(computed):
         if not before.isdisjoint(node.users):
             before.add(node)
-    streams = {n: autograd_nodes.stream_of(n) for n in computed if n in after and n in before}
-    return given | streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
+    streams = {n: autograd_stream(n) for n in computed if n in after and n in before}
+    return given | streams | {node: first_reader(node) for node in leaves if node in begins}
 
 
 def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:

@@ -3,7 +3,7 @@
 The stream is upstream's `node.meta["custom"]["stream"]`; all else is one frozen `Fact` in `custom["stream_fact"]`. The
 fact is a value, not the number of a row in a table: nodes are copied from graph to graph (joint graph, forward,
 backward, partitions, subgraphs, compile cache), and their facts go along without any code for it. Dynamo fills
-`eager_targets` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) fill the rest; passes over FX graphs
+`is_given` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) fill the rest; passes over FX graphs
 only merge facts (`union_of_facts`), and Inductor reads them.
 """
 
@@ -67,13 +67,12 @@ class Fact:
       node is ordered after the nodes that carry the token in `promised_to`.
     - `reads`: the streams whose memory the node reads in eager (`memory`).
     - `order`: place in the user's stream program, for an operation that stays in the graph.
-    - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.ranges`.
+    - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.lowering`.
     - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.
     - `exit_waits`, `results`: facts of the graph; the same on every node of a forward, so that they survive if nodes
       are left out.
-    - `eager_targets`: the streams whose memory an operator was given for its results, one for each, as by `out`; -1 for
-      the caller's.
     - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of several.
+      `is_given`: an operator was given that memory for its results, as by `out`.
     - `memory`: for a saved value, in the backward graph, the stream whose memory it may be. `is_owned`: it is that
       stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.
       `in_input`: it may lie in memory of the forward's inputs, which nobody copies or writes over.
@@ -88,8 +87,8 @@ class Fact:
     is_dropped: bool = False
     exit_waits: tuple[ExitWait, ...] | None = None
     results: tuple[ResultMemory, ...] | None = None
-    eager_targets: tuple[int, ...] = ()
     eager_storage: tuple[Storage | None, ...] = ()
+    is_given: bool = False
     memory: int | None = None
     is_owned: bool = False
     is_computed: bool = False

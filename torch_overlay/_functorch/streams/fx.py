@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.descriptors import AOTOutput, BackwardTokenA
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay.orders import reached
 
 
 if TYPE_CHECKING:
@@ -32,7 +33,12 @@ SYNCHRONIZE = (
 )
 DEALLOC = _streams.sync_dealloc.default
 RECORD = _streams.record_event.default
+RECORD_STREAM = _streams.record_stream.default
+# Operator -> the method of its first argument that it stands for.
+METHODS_OF_EVENTS = {"record_event": "record", "wait_event": "wait", "synchronize_event": "synchronize"}
+METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "synchronize"}
 _DEVICE_PUT = torch.ops.prims.device_put.default
+COPIES = (_aten._to_copy.default, _DEVICE_PUT, _aten.copy.default, _aten.copy_.default)  # that may be between devices
 
 
 def is_stream_operator(target: Any) -> bool:
@@ -53,6 +59,19 @@ def is_synchronization(node: Node) -> bool:
 
 def is_device_synchronization(node: Node) -> bool:
     return node.target is _streams.synchronize_device.default
+
+
+def device_of(node: object) -> torch.device | None:
+    """Return the device of a node's tensor, in Dynamo's graph or in AOTAutograd's; None for other values."""
+    meta = node.meta if isinstance(node, torch.fx.Node) else {}
+    value = meta.get("val", meta.get("example_value"))
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+def device_type(node: object) -> str:
+    """Return the type of the device of a node's tensor; empty for other values."""
+    device = device_of(node)
+    return "" if device is None else device.type
 
 
 def is_view(node: Node) -> bool:
@@ -194,15 +213,11 @@ def blocks_host(node: Node) -> bool:
     """
     target, args = node.target, node.args
     if target is _aten._local_scalar_dense.default:
-        read = args[0].meta.get("val") if isinstance(args[0], torch.fx.Node) else None
-        return not (isinstance(read, torch.Tensor) and read.device.type == "cpu")
-    if target not in (_aten._to_copy.default, _DEVICE_PUT, _aten.copy.default, _aten.copy_.default):
+        return device_type(args[0]) != "cpu"
+    if target not in COPIES:
         return False
-    source = args[target in (_aten.copy.default, _aten.copy_.default)]
-    made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-    if is_non_blocking(node) or not (isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
-        return False
-    return (made.device.type == "cpu") != (given.device.type == "cpu")
+    made, given = device_type(node), device_type(args[target in (_aten.copy.default, _aten.copy_.default)])
+    return bool(made and given) and not is_non_blocking(node) and (made == "cpu") != (given == "cpu")
 
 
 def is_non_blocking(copy: Node) -> bool:
@@ -214,8 +229,7 @@ def is_asynchronous_copy(node: Node) -> bool:
     """True for a copy between host and device into memory that the user names, for which the host doesn't wait."""
     if node.target is not _aten.copy.default or len(node.args) < 3 or node.args[2] is not True:
         return False
-    sides = [n.meta.get("val") for n in node.args[:2] if isinstance(n, torch.fx.Node)]
-    return {v.device.type for v in sides if isinstance(v, torch.Tensor)} == {"cpu", "cuda"}
+    return {*map(device_type, node.args[:2])} - {""} == {"cpu", "cuda"}
 
 
 def node_stream(node: Node) -> int:
@@ -291,14 +305,7 @@ def is_backward(node: Node) -> bool:
 
 def launches_kernels(gm: GraphModule) -> bool:
     """True if the graph launches kernels once unread nodes are dropped. Views and stream operations launch none."""
-    todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or is_stream_op(node):
-            continue
-        seen.add(node)
-        if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
-            return True
-        todo += node.all_input_nodes
-    return False
+    kept = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
+    needed = reached(kept, lambda n: () if is_stream_op(n) else n.all_input_nodes)
+    operations = (n for n in needed if n.op == "call_function" and not is_stream_op(n))
+    return any(not is_view(n) and n.target is not operator.getitem for n in operations)

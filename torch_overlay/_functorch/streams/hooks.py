@@ -10,12 +10,10 @@ import torch
 from torch_overlay import config, frame_facts
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies
 from torch_overlay._functorch.offload.hooks import offload_saved
-from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, keep_unsaved, prepare_parts
-from torch_overlay._functorch.streams.duplicates import merge_duplicates
-from torch_overlay._functorch.streams.epilogue import EpilogueNotes, note_epilogue, place_copies
+from torch_overlay._functorch.streams.epilogue import EpilogueNotes, made_on, note_epilogue, place_copies
 from torch_overlay._functorch.streams.placement import place_streams
-from torch_overlay._functorch.streams.saved_values import may_be_donated, type_and_bytes
+from torch_overlay._functorch.streams.saved_values import may_be_donated, merge_duplicates, type_and_bytes
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -52,7 +50,7 @@ class _Placement:
     def view_makers(self, metadata: ViewAndMutationMeta) -> Sequence[ViewMaker | None]:
         notes = EpilogueNotes.find(metadata)
         streams_of_each = notes.view_streams if notes is not None else ()
-        return [functools.partial(autograd_nodes.made_on, streams) if streams else None for streams in streams_of_each]
+        return [functools.partial(made_on, streams) if streams else None for streams in streams_of_each]
 
 
 POLICY = _Placement()
@@ -99,12 +97,10 @@ def collect_bw_donated_buffer_idxs(
     puts what it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So
     none is donated there that a gradient could take the memory of: Inductor reuses memory for the same type and size.
     """
-    donated = original(forward, backward, metadata)
+    donated, inputs = original(forward, backward, metadata), backward.graph.find_nodes(op="placeholder")
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
-        saved = backward.graph.find_nodes(op="placeholder")
         returned = {None, *map(type_and_bytes, backward.graph.output_node().all_input_nodes)}
-        donated = [i for i in donated if type_and_bytes(saved[i]) not in returned]
+        donated = [i for i in donated if type_and_bytes(inputs[i]) not in returned]
     if not handles_streams():
         return donated
-    inputs = backward.graph.find_nodes(op="placeholder")
     return [i for i in may_be_donated(forward.graph, backward.graph, donated) if not is_slab(inputs[i])]

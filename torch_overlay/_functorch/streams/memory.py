@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
+from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
     base_of,
     is_backward,
     node_stream,
+    RECORD_STREAM,
     storage_node,
     updates_in_place,
     written_arguments,
@@ -89,7 +91,8 @@ def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
     if target in (_aten.alias.default, _aten.detach.default):
         return writers_of_elements(args[0], box)
     if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
-        order = _order(node, len(box))
+        permute: Any = target
+        order = permute(torch.empty([*range(len(box))], device="meta"), *args[1:]).shape  # where each dimension goes
         return writers_of_elements(args[0], tuple(box[order.index(d)] for d in range(len(box))))
     if viewed is not None:
         given = _box_before_split(node, viewed, box) if target is _aten.view.default else None
@@ -141,18 +144,6 @@ def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
     return (*box[:dim], taken, *box[dim + 2 :])
 
 
-def _order(node: Node, dims: int) -> list[int]:
-    """Return, for each dimension of a permutation, the dimension of its base that it is."""
-    args: Any = node.args
-    order = list(range(dims))
-    if node.target is _aten.permute.default:
-        return [d % dims for d in args[1]]
-    one, other = (args[1], args[2]) if node.target is _aten.transpose.int else (0, 1)
-    if dims > 1:
-        order[one], order[other] = order[other], order[one]
-    return order
-
-
 def _meet(a: range, b: range) -> bool:
     """True if the ranges have an index in common. The common indices are equally spaced."""
     if not a or not b:
@@ -165,15 +156,7 @@ def _contains(whole: range, part: range) -> bool:
     return not part or (part[0] in whole and part[-1] in whole and (len(part) == 1 or not part.step % whole.step))
 
 
-_Noted = TypeVar("_Noted")
-
-_RECORD_STREAM = torch.ops.streams.record_stream.default
-_PUTS_BACK = (
-    *UPDATE_SELECTED,
-    _aten.diagonal_scatter.default,
-    _aten.as_strided_scatter.default,
-)
-_LEAVE_IN_STORAGE = (*_PUTS_BACK, _aten.copy.default)
+UPDATES = frozenset((_aten.copy.default, *_SCATTER_OP_TO_VIEW))  # operators that put a new value into an old one
 
 
 def _updates(node: Node) -> bool:
@@ -182,7 +165,7 @@ def _updates(node: Node) -> bool:
     """
     stack = node.meta.get("source_fn_stack")
     written = stack[-1][1] if stack else ""
-    if node.target in _PUTS_BACK:  # the user may call these, too, for a new tensor
+    if node.target in _SCATTER_OP_TO_VIEW:  # the user may call these, too, for a new tensor
         return getattr(written, "__name__", written) != node.target._opname  # type: ignore[union-attr]
     return updates_in_place(written)
 
@@ -212,18 +195,11 @@ def _new_values(call: Node) -> dict[tuple[Any, ...], Node]:
     return {(k, i)[len(lists) == 1 :]: value for k, listed in enumerate(lists) for i, value in enumerate(listed)}
 
 
-def _base(node: Node) -> Node | None:
-    """Return the value that a view is of, that an update in place updates, or that an output is selected from."""
-    args: Any = node.args
-    if node.target is torch.ops.aten.where.self:  # an update under a mask
-        args = args[::-1]
-    return next((a for a in args if isinstance(a, torch.fx.Node)), None)
-
-
-def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
-    """Return what Dynamo noted of the value; of several results of an operator, it noted something for each, also for
-    each in a list among the results.
+def _storage(node: Node) -> Storage | None:
+    """Return the storage that Dynamo noted of the value; of several results of an operator, it noted one for each, also
+    for each in a list among the results.
     """
+    noted = fact_of(node).eager_storage
     if len(noted) > 1:
         call, indices = _call_and_indices(node)
         results, index = call.meta.get("val"), 0
@@ -261,13 +237,14 @@ class MemoryTable:
         """Return the memory of a node's value, by that of the value before it: the base of a view, what an update in
         place updates, or the operator that an output is selected from.
         """
-        noted, own = _of_result(node, fact_of(node).eager_storage), node_stream(node)
+        noted, own = _storage(node), node_stream(node)
         if node.op != "call_function":
             return Memory(node, node, frozenset((own,)), None, noted)
         given, updates, (call, indices) = base_of(node), _updates(node), _call_and_indices(node)
         written = new.get(tuple(indices)) if (new := _new_values(call)) else None  # other indices may be slices
         is_output = node.target is operator.getitem  # one of several: a view, a new value, or memory of its own
-        base = written or _base(node)
+        operands = node.args[::-1] if node.target is _aten.where.self else node.args  # an update under a mask
+        base = written or next((a for a in operands if isinstance(a, torch.fx.Node)), None)
         before = None if base is None else self.memory[base]
         names = given is not None or written is not None
         made = node if given is None else self.memory[given].node
@@ -276,11 +253,9 @@ class MemoryTable:
             if names or (updates and not is_output):
                 first, streams = before.first, streams | before.streams
             # Of an update in several operations, only the last one is in the storage.
-            if noted is None and (names or is_output or (updates and node.target in _LEAVE_IN_STORAGE)):
+            if noted is None and (names or is_output or (updates and node.target in UPDATES)):
                 storage = before.storage
-        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
-            stream = target if target >= 0 else None
-        elif updates and written is None and noted is not None:
+        if noted is not None and (fact_of(node).is_given or (updates and written is None)):
             _, stream = noted
         elif before is not None and (names or updates or is_output):
             stream = before.stream
@@ -299,7 +274,7 @@ class MemoryTable:
         track of the streams that may read the memory after the break.
         """
         recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
-        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        for record in self.graph.find_nodes(op="call_function", target=RECORD_STREAM):
             memory = self.memory[record.args[0]]
             recorded.setdefault(memory.storage, []).append((memory.node, record.args[1]))
         recorded.pop(None, None)
@@ -327,7 +302,7 @@ class MemoryTable:
             if given.op == "placeholder":
                 written |= {self.memory[value].node: given, self.memory[value].storage: given}
         written.pop(None, None)
-        for record in self.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        for record in self.graph.find_nodes(op="call_function", target=RECORD_STREAM):
             memory = self.memory[record.args[0]]
             is_input = memory.first.op == "placeholder"
             own = memory.first if is_input else written.get(memory.node) or written.get(memory.storage)
@@ -343,7 +318,8 @@ class MemoryTable:
         """
         if base_of(node) is not None:  # a view launches nothing
             return ()
-        targets, written = fact_of(node).eager_targets, _new_values(node).values()
+        fact, written = fact_of(node), _new_values(node).values()
+        targets = {storage[1] for storage in fact.eager_storage if storage} if fact.is_given else ()
         # The values that a list update writes are known. A kernel of the user may update others of the same storage.
         updates = _updates(node) and not (written and isinstance(node.target, torch._ops.OpOverload))
         found = set()
@@ -390,6 +366,3 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     """
     readers = [node for node in graph.nodes if node.op == "call_function" and is_backward(node)]
     return {storage_node(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
-
-
-__all__ = ["MemoryTable", "memory_writer", "results_made", "saved_in_eager"]

@@ -29,11 +29,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo.range_ops import RANGES
-from torch_overlay._functorch.streams import autograd_nodes
+from torch_overlay._dynamo.ops import RANGES
 from torch_overlay._functorch.streams.backward import mark_backward, read_past_updates
-from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
-from torch_overlay._functorch.streams.facts import add_promised, fact_of, note_fact
+from torch_overlay._functorch.streams.epilogue import follow_mutations, note_autograd_nodes, place_first_copies
+from torch_overlay._functorch.streams.facts import add_promised, Fact, fact_of, note_fact, replace_fact
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
@@ -122,17 +121,9 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
             with last.graph.inserting_after(last):
                 wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
             wait.meta = {key: root.meta[key] for key in KEPT_WITH_WAITS if key in root.meta}
-            order = len(program.ops) + len(tokens) - 1
-            note_fact(
-                wait,
-                after=(),
-                promised_to=(),
-                requires=tokens[stream],
-                order=order,
-                reads=None,
-                eager_targets=(),
-                eager_storage=(),
-            )
+            known, order = fact_of(root), len(program.ops) + len(tokens) - 1
+            of_graph = {"exit_waits": known.exit_waits, "results": known.results}
+            replace_fact(wait, Fact((), (), requires=tokens[stream], order=order, **of_graph))
         for node in view_chain(value):
             add_promised(node, (tokens[stream],))
 
@@ -167,6 +158,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
     # Nor has a graph that launches no kernel whose result somebody reads. The user's operations stay as they are.
     has_kernels = launches_kernels(gm)
+    has_ranges, ranges = any(node.target in RANGES for node in nodes), 0  # Note [Ranges], in `streams.lowering`
     if not has_kernels:
         exit_waits = ()
     for node in nodes:
@@ -194,29 +186,19 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node], frame: FrameFacts, me
             results=None if is_backward(node) else results,
             requires=program.tokens.get(node),
             order=program.ops.index(node) if is_stream_op(node) else None,
+            range=ranges if has_ranges else None,
         )
+        ranges += node.target in RANGES
     is_forward = not all(map(is_backward, nodes))
     if has_kernels and is_forward and (awaited := promise_parts(output)):
         wait_for_parts(program, awaited)
     for node in nodes:
-        note_fact(node, eager_targets=(), eager_storage=())
+        note_fact(node, eager_storage=(), is_given=False)
     for node in program.ops:
         if node.target is DEALLOC or (has_kernels and not program.keeps(node)):
             gm.graph.erase_node(node)
         elif is_backward(node):
             node.meta["partitioner_tag"] = "must_be_in_backward"
-
-
-def _number_ranges(nodes: Sequence[Node]) -> None:
-    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `streams.ranges`."""
-    if not any(node.target in RANGES for node in nodes):
-        return
-    before = {True: 0, False: 0}  # in the backward, in the forward
-    for node in nodes:
-        if node.op == "call_function":
-            side = bool(is_backward(node))
-            note_fact(node, range=before[side])
-            before[side] += node.target in RANGES
 
 
 def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
@@ -234,7 +216,7 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
             if "stream" in node.meta.get("custom", {}):
                 place_on(node, CALLERS_STREAM)
         return
-    autograd_nodes.note(gm.graph, frame.first_readers)
+    note_autograd_nodes(gm.graph, frame.first_readers)
     place_first_copies(gm.graph)
     mark_backward(gm.graph)
     read_past_updates(gm.graph)
@@ -245,5 +227,4 @@ def place_streams(gm: GraphModule, frame: FrameFacts) -> None:
     _place_program(gm, [n for n in nodes if not is_backward(n)], frame, memory)
     _place_program(gm, [n for n in nodes if is_backward(n)], frame, memory)
     follow_mutations(gm.graph)
-    _number_ranges(nodes)
     gm.recompile()

@@ -18,11 +18,14 @@ from torch_overlay._functorch.streams.facts import ExitWait
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     constants,
+    COPIES,
     DEALLOC,
+    device_of,
     is_backward,
     is_stream_op,
     node_stream,
     RECORD,
+    RECORD_STREAM,
     SYNCHRONIZE,
     WAITS,
 )
@@ -53,19 +56,6 @@ if TYPE_CHECKING:
 # node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
 
 
-_COPIES = (
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.copy.default,
-    torch.ops.aten.copy_.default,
-    torch.ops.prims.device_put.default,
-)
-
-
-def _device(node: Node) -> int | None:
-    value = node.meta.get("val")
-    return value.device.index if isinstance(value, torch.Tensor) and value.device.type == "cuda" else None
-
-
 class PeerCopies:
     """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
@@ -80,20 +70,18 @@ class PeerCopies:
         stream = node_stream(node)
         if stream and self.devices.get(stream) == device:
             return stream
-        if device not in self.callers_stream:  # no operation of the user's names the stream
-            self.callers_stream[device] = callers_stream_index(device)
-        return self.callers_stream[device]
+        return self.callers_stream.get(device, callers_stream_index(device))  # if no operation of the user's names it
 
     def ends(self, node: Node) -> tuple[int, int] | None:
         """Return the streams that are current on the devices of the source and of the result; None for a node that is
         no copy between GPUs.
         """
-        if node.target not in _COPIES or (target := _device(node)) is None:
+        target = device_of(node)
+        if node.target not in COPIES or target is None or target.type != "cuda":
             return None
-        for source in node.all_input_nodes:
-            if (device := _device(source)) is not None and device != target:
-                return self.current(device, node), self.current(target, node)
-        return None
+        sources = (device for n in node.all_input_nodes if (device := device_of(n)) is not None)
+        source = next((d for d in sources if d.type == "cuda" and d.index != target.index), None)
+        return None if source is None else (self.current(source.index, node), self.current(target.index, node))
 
 
 _streams = torch.ops.streams
@@ -123,7 +111,7 @@ class Program:
         self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
         for node in self.ops:  # streams that are only named count: a copy that blocks the host orders them
-            named = {state(node.args[1])} if node.target in (RECORD, _streams.record_stream.default) else set()  # type: ignore[arg-type]
+            named = {state(node.args[1])} if node.target in (RECORD, RECORD_STREAM) else set()  # type: ignore[arg-type]
             self.streams |= streams_of(named.union(*self.waits(node)))
         records: dict[int, int] = defaultdict(int)
         synchronizations, blocking = itertools.count(), itertools.count()
@@ -293,6 +281,3 @@ def split_lists(graph: Graph) -> None:
             user.replace_all_uses_with(made[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-__all__ = ["PeerCopies"]

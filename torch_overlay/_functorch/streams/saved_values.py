@@ -1,6 +1,16 @@
-"""Settles whose memory the values are that a forward saves, and what their readers in the backward wait for.
+"""Settles whose memory the values are that a forward saves, and what their readers in the backward wait for. Note [A
+backward is a region of its own] says why. Merges duplicates, equal operations on two streams, in the graph that is
+partitioned, and keeps them in the graph that runs.
 
-Note [A backward is a region of its own] says why.
+Note [Duplicates]
+Users let two branches begin with the same operation, or the compiler does it for them: under autocast each branch casts
+the weight that both read. The branches stay independent, so duplicates are not merged in the code that runs. But the
+partitioner decides on the joint graph what the backward saves and what it computes again, by the number of readers and
+the distance to the backward of each value, and duplicates change both. In the joint graph they are merged, as they are
+in the same program without streams: the partitioner's own elimination of common subexpressions is made to take no
+notice of streams. A merged operation remembers the streams that its duplicates were on. When the graph has been
+partitioned, the merged operation is divided again among its readers, in the half that it comes from. The other half
+has one value, saved or computed again.
 """
 
 from __future__ import annotations
@@ -10,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from torch_overlay._functorch.streams.facts import (
@@ -23,21 +32,23 @@ from torch_overlay._functorch.streams.facts import (
     replace_fact,
 )
 from torch_overlay._functorch.streams.fx import (
+    is_backward,
     is_view_by_call,
     node_stream,
     place_on,
     readers_of,
+    RECORD_STREAM,
     storage_node,
     users_of_memory,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.memory import memory_writer
+from torch_overlay._functorch.streams.memory import memory_writer, UPDATES
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 from torch_overlay.notes import Notes
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.fx import Graph, Node
 
@@ -65,9 +76,6 @@ def _order_late_readers(value: Node, given: Node) -> None:
         add_promised(user, states)
 
 
-_UPDATES = frozenset((torch.ops.aten.copy.default, *_SCATTER_OP_TO_VIEW))
-
-
 def _in_inputs(forward: Graph) -> set[Node]:
     """Return the values of a program with streams that Inductor may make in an input's own memory: views by calls, and
     updates that are copied into an input, with the updates below them (`streams.copies_in_place`).
@@ -79,7 +87,7 @@ def _in_inputs(forward: Graph) -> set[Node]:
     left: list[Any] = [write.args[1] for write in writes]
     while left:
         update = storage_node(left.pop())
-        if update.target in _UPDATES and update not in found:
+        if update.target in UPDATES and update not in found:
             found.add(update)
             left += update.args[:2]
     return found
@@ -101,7 +109,7 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
             # The caller may order the streams that reuse the input's memory after the forward alone.
             if not unread[writer.name]:
                 for stream in sorted({node_stream(user) for user in users_of_memory(value)}):
-                    _record(value, stream)
+                    end_backward_with(backward, RECORD_STREAM, value, stream)
         note_fact(value, in_input=saved is not None and not in_inputs.isdisjoint((saved, storage_node(saved))))
         if writer is None or writer.op != "call_function":
             continue
@@ -113,11 +121,11 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
                 add_after(user, (state(stream),))
 
 
-def _record(value: Node, stream: int) -> None:
-    """Record at the end of a backward that the stream uses a value's memory (`record_stream`)."""
-    with value.graph.inserting_before(value.graph.output_node()):
-        record = value.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
-    record.meta["partitioner_tag"] = "must_be_in_backward"
+def end_backward_with(graph: Graph, operation: Any, *arguments: Any) -> None:
+    """Add an operation of the stream program at the end of a backward, such as a `record_stream` of a saved value."""
+    with graph.inserting_before(graph.output_node()):
+        made = graph.call_function(operation, arguments)
+    made.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
@@ -127,13 +135,12 @@ def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
     without ordering the caller's stream after them.
     """
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
-    output = next(iter(backward.find_nodes(op="output")))
     unordered = set()
-    for value in dict.fromkeys(memory_writer(v) for v in output.all_input_nodes):
+    for value in dict.fromkeys(map(memory_writer, backward.output_node().all_input_nodes)):
         stream = fact_of(value).memory
         if value.op != "placeholder" or not stream:
             continue
-        _record(value, CALLERS_STREAM)
+        end_backward_with(backward, RECORD_STREAM, value, CALLERS_STREAM)
         if CALLER not in fact_of(memory_writer(computed[value.name])).promises:
             unordered.add(state(stream))
     return unordered
@@ -172,3 +179,75 @@ def type_and_bytes(node: Node) -> tuple[torch.dtype, int] | None:
     if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
         return None
     return value.dtype, optimization_hint(value.untyped_storage().nbytes(), fallback=-1)
+
+
+# In `meta`: stream of a duplicate that was merged into this node -> the `custom` of that duplicate.
+DUPLICATES = "stream_duplicates"
+_CUSTOM = "stream_custom"  # in `meta`, while duplicates are merged: the node's `custom`
+
+
+def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
+    """Note on each node of `after` the streams of the nodes of `before` that were merged into it."""
+    kept = {node.name: node for node in after.nodes}
+    known: dict[Any, Node] = {}
+    names: dict[Node, str] = {}
+    for node in before.nodes:
+        operands = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"value {names[n]}")  # type: ignore[arg-type]
+        value = (node.target, repr(operands), key(node))
+        if node.name in kept:
+            names[node] = node.name
+            known.setdefault(value, kept[node.name])
+            continue
+        survivor = known.get(value)
+        names[node] = node.name if survivor is None else survivor.name
+        custom = node.meta.get("custom", {})
+        stream = custom.get("stream") or 0
+        if survivor is not None and stream != node_stream(survivor):
+            survivor.meta[DUPLICATES] = {stream: custom, **survivor.meta.get(DUPLICATES, {})}
+
+
+def split_duplicates(graph: Graph, of_backward: bool) -> None:
+    """Divide merged operations among their readers: each reader reads the duplicate on its own stream."""
+    made: dict[tuple[Node, int], Node] = {}
+
+    def is_divided(node: Node) -> bool:
+        return node.op == "call_function" and is_backward(node) == of_backward
+
+    def on_stream(node: Node, stream: int) -> Node:
+        duplicates = node.meta.get(DUPLICATES, {})
+        if stream not in duplicates or stream == node_stream(node) or not is_divided(node):
+            return node
+        found = made.get((node, stream))
+        if found is None:
+            with graph.inserting_after(node):
+                found = made[node, stream] = graph.node_copy(node, lambda n: on_stream(n, stream))
+            del found.meta[DUPLICATES]
+            found.meta["custom"] = duplicates[stream]
+        return found
+
+    for node in list(graph.nodes):
+        if DUPLICATES not in node.meta or not is_divided(node):
+            continue
+        for reader in list(node.users):
+            if reader.op == "call_function":
+                reader.replace_input_with(node, on_stream(node, node_stream(reader)))
+        if not node.users:
+            graph.erase_node(node)
+
+
+def merge_duplicates(graph: Graph, eliminate: Callable[[Graph], Graph], key: Callable[[Node], Any]) -> Graph:
+    """Return what `eliminate`, a pass that merges equal operations, makes of the graph without its streams. Operations
+    with another `key` are not equal to the pass. The result has the streams of the operations that are left.
+    """
+    if not any(map(node_stream, graph.nodes)):
+        return eliminate(graph)
+    for node in graph.nodes:
+        node.meta[_CUSTOM] = node.meta.get("custom")
+        place_on(node, CALLERS_STREAM)
+    merged = eliminate(graph)
+    for node in (*graph.nodes, *merged.nodes):
+        custom = node.meta.pop(_CUSTOM, None)
+        if custom is not None:
+            node.meta["custom"] = custom
+    _remember(graph, merged, key)
+    return merged

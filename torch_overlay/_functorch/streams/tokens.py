@@ -48,10 +48,6 @@ class Token(NamedTuple):
         return self.index if self.kind == "e" and self.nth < 0 else None
 
     @property
-    def is_record(self) -> bool:
-        return self.kind == "e" and self.nth >= 0
-
-    @property
     def is_synchronization(self) -> bool:
         return self.kind == "h"
 

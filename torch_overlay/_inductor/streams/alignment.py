@@ -144,19 +144,14 @@ class AlignedInputs:
         op = self.emitter.plan.ops[self.emitter.region.index[node]]
         self.due = [name for name in writes if name in self.written]
         self.stream = op.stream if op.stream is not None else CALLERS_STREAM
-        for name in names:
-            if name in self.written:
-                self.copy_written(name, number)
-
-    def copy_written(self, name: str, number: int) -> None:
         wrapper = self.wrapper
-        if wrapper._alignment_aligned_stream.get(name) == number:
-            return
-        wrapper._alignment_aligned_stream[name] = number
-        if name not in wrapper._alignment_orig_saved:
-            wrapper._alignment_orig_saved.add(name)
-            self.write_name(name)
-        self.write_copy(name)
+        for name in names:
+            if name in self.written and wrapper._alignment_aligned_stream.get(name) != number:
+                wrapper._alignment_aligned_stream[name] = number
+                if name not in wrapper._alignment_orig_saved:
+                    wrapper._alignment_orig_saved.add(name)
+                    self.write_name(name)
+                self.write_copy(name)
 
     # -- statements
 

@@ -1,7 +1,7 @@
 """Replace functions of Inductor's scheduler and wrapper, for regions with a plan (seams).
 
-`regions` plans them, `around_partitions` orders streams around several, `emitter` writes a plan into the wrapper's
-lines, `wrapper_lines` defines the lines, `switching` inserts the switches of the current stream.
+`planned_region` plans them and orders streams around several, `emitter` writes a plan into the wrapper's lines, which
+`switching` defines; it inserts the switches of the current stream.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
+from torch_overlay._dynamo.ops import NVTX, range_mark, range_push, RANGES
 from torch_overlay._inductor import kernel_places
 from torch_overlay._inductor.notes import active_region, WrapperNotes
 from torch_overlay._inductor.offload.codegen import is_copy
 from torch_overlay._inductor.scheduler_nodes import makes_lazy_zeros, stream_operation
-from torch_overlay._inductor.streams import ranges
-from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
-from torch_overlay._inductor.streams.planned_region import needs_plan
+from torch_overlay._inductor.streams.planned_region import (
+    needs_plan,
+    ordered_around,
+    place_workspaces,
+    planned,
+    reason_to_cut,
+    stream_of_memory,
+)
 from torch_overlay._inductor.streams.region_names import root_of
-from torch_overlay._inductor.streams.regions import place_workspaces, planned, stream_of_memory
-from torch_overlay._inductor.streams.switching import share_memory, switch_streams
-from torch_overlay._inductor.streams.wrapper_lines import has_streams
+from torch_overlay._inductor.streams.switching import has_streams, share_memory, switch_streams
 from torch_overlay._stream_handling import handles_streams
 
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 
 CROSS_DEVICE = "cross-device ops"  # upstream's reason
+_RUNTIME_OF_RANGES = "from torch_overlay._dynamo.ops import pop_range, push_range"
 
 
 def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
@@ -70,12 +75,6 @@ def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSched
     original(scheduler, node)
 
 
-def generate_stream_ctx_switching(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
-    """A planned region switches streams per line, not per node."""
-    if active_region(scheduler) is None:
-        original(scheduler, node)
-
-
 def codegen_device_guard_enter(
     original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any
 ) -> None:
@@ -94,9 +93,27 @@ def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> No
         emitter.free(buffer, lambda: original(wrapper, buffer))
 
 
+def write_range(wrapper: Any, node: Any) -> bool:
+    """Write an operation of a profiler range as a direct call. False: the node is another operation."""
+    overload = node.op_overload
+    if overload not in RANGES:
+        return False
+    arguments, is_push = node.constant_args, overload is range_push
+    if overload is range_mark:
+        wrapper.writeline(f"torch.cuda.nvtx.mark({arguments[0]!r})")
+    elif arguments[0] == NVTX:
+        wrapper.writeline(f"torch.cuda.nvtx.range_push({arguments[1]!r})" if is_push else "torch.cuda.nvtx.range_pop()")
+    else:
+        imports = root_of(wrapper).imports
+        if not imports.contains(_RUNTIME_OF_RANGES):
+            imports.writeline(_RUNTIME_OF_RANGES)
+        wrapper.writeline(f"{'push_range' if is_push else 'pop_range'}({', '.join(map(repr, arguments))})")
+    return True
+
+
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active_region(V.graph.scheduler)
-    if ranges.write(wrapper, root_of(wrapper), node):
+    if write_range(wrapper, node):
         return
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
@@ -125,10 +142,12 @@ def codegen_deferred_alignment_copies(
         emitter.aligned.copy(functools.partial(original, wrapper), emitter.node, stream)
 
 
-def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
-    """Leave a copy to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there."""
+def outside_of_regions(original: Callable[..., None], writer: Any, *args: Any) -> None:
+    """Leave out in planned regions what upstream writes. They switch streams per line, not per node, and leave a copy
+    to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there.
+    """
     if active_region(V.graph.scheduler) is None:
-        original(wrapper, name)
+        original(writer, *args)
 
 
 def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:

@@ -48,14 +48,12 @@ from torch_overlay._functorch.streams.fx import (
     view_chain,
 )
 from torch_overlay._inductor.notes import GraphNotes
-from torch_overlay._inductor.streams import host_copies
 from torch_overlay._inductor.streams.host_copies import (
     COPY_ASYNC,
     DESTINATION,
     expression,
     is_pinned,
     MEMORY_LIKE,
-    register,
 )
 
 
@@ -81,7 +79,6 @@ def make_copies_in_place(graph: Graph) -> None:
         or ((root := storage_node(node.args[1])) not in known and root.op != "get_attr")
     ]
     if copies:
-        host_copies.register()
         _Rewriter(graph, copies).run()
 
 
@@ -119,12 +116,6 @@ def _evaluate(target: Any, args: Any, kwargs: Any, values: Mapping[Node, Any] = 
 def _part(scatter: Node, base: Node) -> torch.Tensor:
     """Return the part of a base that a scatter into it writes."""
     return _evaluate(_SCATTER_OP_TO_VIEW[scatter.target], (base, *scatter.args[2:]), scatter.kwargs)  # type: ignore[index]
-
-
-def _reads(user: Node, value: Node) -> bool:
-    """True if an operation reads elements of a value, and not its layout only."""
-    overwrites = user.target in (_aten.copy.default, _aten.copy_.default) and value not in user.args[1:]
-    return not overwrites
 
 
 class _Rewriter:
@@ -326,7 +317,9 @@ class _Rewriter:
         for value, user in self.users(root):
             is_later = self.order[user] > self.order[place] or user is place is not node
             is_own = (user is node and value is base) or any(self.order[user] > end for end in ends)
-            if is_later and not is_own and _reads(user, value) and not self.puts(user, value, node, part):
+            # A copy takes no more than the layout from what it overwrites.
+            overwrites = user.target in (_aten.copy.default, _aten.copy_.default) and value not in user.args[1:]
+            if is_later and not (is_own or overwrites or self.puts(user, value, node, part)):
                 return True
         return False
 
@@ -384,16 +377,13 @@ class _Rewriter:
         self.graph.erase_node(node)
 
 
-_COPY = torch.ops.aten.copy_.default
-
-
 def computed_in_place(graph: Any, node: Node) -> bool:
     """Make a library's kernel write its result into the part that `node` copies it to: `torch.mm(x, w, out=out[:n])`.
 
     False, with nothing changed, where something else reads the result, the kernel can't write there, or, after the
     kernel, the host waits for others who may use the target's memory, or an operation does.
     """
-    if node.target is not _COPY:
+    if node.target is not _aten.copy_.default:
         return False
     args: Any = node.args
     part, result = args[:2]
@@ -431,7 +421,7 @@ def write_back_parts(graph: Graph) -> None:
     """Write back only the part of an input that the program updates, where upstream doesn't find it below other views
     than slices: `z.real.add_(x)`, `x.view(4, -1)[1].add_(y)`. All else that reads the new value has to be results.
     """
-    for write in graph.find_nodes(op="call_function", target=_COPY):
+    for write in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         args: Any = write.args
         given, new = args[:2]
         if given.op != "placeholder" or not _is_returned_only(new, write):
@@ -441,7 +431,6 @@ def write_back_parts(graph: Graph) -> None:
             is_known = steps and storage_node(value) is not given and part.dtype == value.meta["val"].dtype
             if not is_known or part.is_complex() or part.device.type == "cpu":
                 continue
-            register()
             with graph.inserting_before(write):
                 made = graph.call_function(COPY_ASYNC, (given, value))
             made.meta = {**write.meta, "val": None, DESTINATION: part}
@@ -484,13 +473,10 @@ def _updated_part(given: Node, new: Node) -> tuple[torch.Tensor, Node, list[Node
 def inputs_in_parts(graph: Graph) -> set[str]:
     """Return the names of inputs of which a part is written in place."""
     writes = graph.find_nodes(op="call_function", target=COPY_ASYNC)
-    writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if base_of(n.args[0]) is not None]
+    writes += [
+        n for n in graph.find_nodes(op="call_function", target=_aten.copy_.default) if base_of(n.args[0]) is not None
+    ]
     return {str(memory.target) for write in writes if (memory := storage_node(write.args[0])).op == "placeholder"}
-
-
-def saved_in_inputs(graph: Graph) -> set[str]:
-    """Return the names of a backward's inputs that may lie in memory of the forward's, and not in an aligned copy."""
-    return {str(n.target) for n in graph.find_nodes(op="placeholder") if fact_of(n).in_input}
 
 
 def assume_unaligned(graph: Any, names: set[str]) -> None:

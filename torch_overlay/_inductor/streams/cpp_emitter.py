@@ -36,7 +36,7 @@ from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.region_names import root_of
 from torch_overlay._inductor.streams.region_spec import OperationKind
-from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
+from torch_overlay._inductor.streams.switching import PlacedKernelCall
 from torch_overlay._inductor.user_lines import refuse_in_cpp
 
 
@@ -248,6 +248,3 @@ class CppRegionEmitter(RegionEmitter):
         code.writeline(f"guard{self.number}.reset();")
         self.write_boundary(code, self.definition.exit)
         code.writeline(f"region{self.number}.leave(is_aliased{self.number});")
-
-
-__all__ = ["CppRegionEmitter"]

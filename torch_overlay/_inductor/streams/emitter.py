@@ -25,20 +25,19 @@ from torch._inductor.virtualized import V
 from torch._library.utils import is_builtin
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.fx import is_stream_operator
+from torch_overlay._functorch.streams.fx import is_stream_operator, METHODS_OF_EVENTS, METHODS_OF_STREAMS
 from torch_overlay._functorch.streams.ids import callers_device, copy_device, is_copy_stream
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.graph_results import results_are_in_pool
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of, stream_operation
-from torch_overlay._inductor.streams import planned_region
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
 from torch_overlay._inductor.streams.region_names import record_stream_text, RegionNames, root_of
 from torch_overlay._inductor.streams.region_spec import OperationKind
 from torch_overlay._inductor.streams.saved_memory import note_owners, users_of_results
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
-from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
+from torch_overlay._inductor.streams.switching import BeginRegion, EndRegion, OnStream, StreamLine
 from torch_overlay._inductor.user_lines import source_line
 
 
@@ -48,10 +47,6 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._inductor.streams.planned_region import PlannedRegion
-
-
-_METHODS_OF_EVENTS = {"record_event": "record", "wait_event": "wait", "synchronize_event": "synchronize"}
-_METHODS_OF_STREAMS = {"wait_stream": "wait_stream", "synchronize_stream": "synchronize"}
 
 
 class RegionEmitter(RegionNames):
@@ -142,7 +137,7 @@ class RegionEmitter(RegionNames):
         last: dict[Any, BaseSchedulerNode] = {}
         for node in self.region.index:
             operation: Any = stream_operation(node)
-            if operation is not None and operation._opname in _METHODS_OF_EVENTS:
+            if operation is not None and operation._opname in METHODS_OF_EVENTS:
                 kernel: Any = node.node
                 earlier = last.pop(number := kernel.constant_args[0], None)
                 if operation._opname == "record_event":
@@ -161,7 +156,6 @@ class RegionEmitter(RegionNames):
     # -- the region's lines
 
     def begin(self) -> None:
-        planned_region.publish_plan(self.plan)
         self.wrapper.writeline(BeginRegion(self))
         self.entry += self.at_boundary(*self.records(ENTRY, ENTRY), *self.waits(0, at_entry=True))
 
@@ -196,8 +190,7 @@ class RegionEmitter(RegionNames):
         """
         if callers_device(stream) is not None or inductor_config.triton.cudagraphs or config.nvtx is not True:
             return ""
-        if not self.root.imports.contains(profiler_ranges.RUNTIME):
-            self.root.imports.writeline(profiler_ranges.RUNTIME)
+        self.require(profiler_ranges.RUNTIME)
         if is_copy_stream(stream):
             return f"copies to the {'device' if copy_device(stream)[1] else 'host'}"
         lines = [source_line(origin.stack_trace or "") for origin in fx_origins(node)]
@@ -239,7 +232,8 @@ class RegionEmitter(RegionNames):
         """
         self.aligned.write_back()
         name = buffer.get_name()
-        if _is_pinned(buffer) and self.wrapper.can_free(buffer):
+        is_pinned = isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
+        if is_pinned and self.wrapper.can_free(buffer):
             # A copy to or from the device may still be under way. The allocator of pinned memory knows of the copy; the
             # next host operation, for which the wrapper would reuse the block, does not.
             self.wrapper.freed.add(name)
@@ -272,15 +266,15 @@ class RegionEmitter(RegionNames):
             return False
         kind = node.op_overload._opname
         streams = [self.region.numbers.get(s, s) for s in node.constant_args]
-        if kind in _METHODS_OF_EVENTS:
+        if kind in METHODS_OF_EVENTS:
             number, streams = node.constant_args[0], streams[1:]
             if kind == "record_event":
                 if self.node in self.unseen:
                     return True
                 self.recorded[number, self.position(*streams)] = None
-            self.write_object_method(number, _METHODS_OF_EVENTS[kind], *streams)
-        elif kind in _METHODS_OF_STREAMS:
-            self.write_stream_method(streams[0], _METHODS_OF_STREAMS[kind], *streams[1:])
+            self.write_object_method(number, METHODS_OF_EVENTS[kind], *streams)
+        elif kind in METHODS_OF_STREAMS:
+            self.write_stream_method(streams[0], METHODS_OF_STREAMS[kind], *streams[1:])
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
             is_input = tensor in V.graph.graph_inputs
@@ -300,12 +294,8 @@ def _may_ask(node: BaseSchedulerNode) -> bool:
     """
     operation = stream_operation(node)
     if operation is not None:
-        return operation._opname not in (*_METHODS_OF_STREAMS, "record_stream")
+        return operation._opname not in (*METHODS_OF_STREAMS, "record_stream")
     operator = getattr(node.node, "op_overload", None)
     if isinstance(operator, torch._ops.OpOverload):
         return not is_builtin(operator)
     return isinstance(node.node, (ir.InvokeSubgraph, ir.Switch, ir.WhileLoop))
-
-
-def _is_pinned(buffer: Any) -> bool:
-    return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)

@@ -306,22 +306,8 @@ def needs_placement(nodes: Iterable[Node]) -> bool:
     return has_streams(nodes, lambda node: fact_of(node).has_tokens)
 
 
-def begin_pass(gm: GraphModule) -> PassLog | None:
-    """Begin to log a pass over a graph with streams; None for another graph, and within a pass that is logged."""
-    nodes = gm.graph.nodes
-    if PassLog.of(gm.graph) is not None or not needs_placement(nodes):
-        return None
-    return PassLog(gm, {node: Placed.of(node) for node in nodes})
-
-
-def end_pass(gm: GraphModule, log: PassLog, failed: bool) -> None:
-    """End the log of a pass, and place the nodes that the pass left and made."""
-    log.close()
-    if not failed:
-        _restore(gm.graph, log)
-
-
 def _restore(graph: Graph, log: PassLog) -> None:
+    """Place the nodes that a pass left and made."""
     before = log.before
     for node in graph.nodes:
         if node in before:
@@ -466,8 +452,12 @@ def observer_init(original: Callable[..., None], observer: GraphTransformObserve
 
 
 def enter_observer(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
-    aliases = Aliases(observer.gm.graph) if observer.passname in _REMOVES else None
-    PassNotes(begin_pass(observer.gm) if handles_streams() else None, aliases).put(observer)
+    """Begin to log a pass over a graph with streams, unless it is within a pass that is logged."""
+    gm = observer.gm
+    aliases = Aliases(gm.graph) if observer.passname in _REMOVES else None
+    is_logged = handles_streams() and PassLog.of(gm.graph) is None and needs_placement(gm.graph.nodes)
+    log = PassLog(gm, {node: Placed.of(node) for node in gm.graph.nodes}) if is_logged else None
+    PassNotes(log, aliases).put(observer)
     return original(observer)
 
 
@@ -483,7 +473,9 @@ def exit_observer(
         notes.aliases.keep_apart(handles_streams())
     original(observer, kind, error, traceback)
     if notes.log is not None:
-        end_pass(observer.gm, notes.log, failed=kind is not None)
+        notes.log.close()
+        if kind is None:
+            _restore(observer.gm.graph, notes.log)
 
 
 def apply_graph_pass(
@@ -500,7 +492,7 @@ def apply_graph_pass(
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
     """Return what a pattern's replacement has in `custom`: beside its stream, the tokens of all nodes that it replaces.
-    It takes over the metadata of the last of them, so they all get the tokens; `end_pass` takes these back from nodes
+    It takes over the metadata of the last of them, so they all get the tokens; `_restore` takes these back from nodes
     that remain.
     """
     custom, union = original(nodes), union_of_facts([fact_of(node) for node in nodes])

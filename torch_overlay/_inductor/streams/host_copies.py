@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from torch_overlay._functorch.streams.fx import is_non_blocking, storage_node
+from torch_overlay._functorch.streams.fx import device_type, is_non_blocking, storage_node
 from torch_overlay._functorch.streams.memory import results_made
 from torch_overlay._inductor.user_lines import refuse_in_cpp
 
@@ -78,30 +78,23 @@ class AsyncCopy(ir.ExternKernel):
         self.name = V.graph.register_buffer(self)
         V.graph.register_operation(self)
 
-    @property
-    def memory(self) -> Any:
-        return self.inputs[0]
-
-    @property
-    def source(self) -> Any:
-        return self.inputs[1]
-
     def destination(self) -> str:
-        layout, whole = self.part, self.memory.get_layout()
+        memory: Any = self.inputs[0]
+        layout, whole = self.part, memory.get_layout()
         if (layout.size, layout.stride, layout.offset) == (whole.size, whole.stride, whole.offset):
-            return self.memory.codegen_reference()
+            return memory.codegen_reference()
         if layout.dtype != whole.dtype:  # a real part of complex memory
             if V.graph.cpp_wrapper:
                 refuse_in_cpp("a copy into a part of complex memory", self.origins)
             write: Any = V.graph.wrapper_code.codegen_python_shape_tuple
             size, stride = write(layout.size), write(layout.stride)
-            memory = f"torch.view_as_real({self.memory.codegen_reference()})"
-            return f"reinterpret_tensor({memory}, {size}, {stride}, {layout.offset})"
-        return ir.ReinterpretView(data=self.memory, layout=layout).codegen_reference()
+            numbers = f"torch.view_as_real({memory.codegen_reference()})"
+            return f"reinterpret_tensor({numbers}, {size}, {stride}, {layout.offset})"
+        return ir.ReinterpretView(data=memory, layout=layout).codegen_reference()
 
     def codegen(self, wrapper: Any) -> None:
         self.codegen_comment(wrapper)
-        target, source = self.destination(), self.source.codegen_reference()
+        target, source = self.destination(), self.inputs[1].codegen_reference()  # type: ignore[union-attr]
         if V.graph.cpp_wrapper:
             wrapper.writeline(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_({target}, {source}, 1));")
         else:
@@ -134,14 +127,8 @@ def _copy_async(memory: Any, source: Any) -> None:
     if part.dtype != whole.dtype:
         whole = torch.view_as_real(whole)
     offset = expression(part.storage_offset()) - expression(whole.storage_offset())
-    layout = ir.FixedLayout(
-        memory.get_device(),
-        part.dtype,
-        [expression(n) for n in part.shape],
-        [expression(n) for n in part.stride()],
-        offset,
-    )
-    AsyncCopy(memory, layout, source)
+    size, stride = ([*map(expression, numbers)] for numbers in (part.shape, part.stride()))
+    AsyncCopy(memory, ir.FixedLayout(memory.get_device(), part.dtype, size, stride, offset), source)
 
 
 def _memory_like(value: Any, pinned: bool) -> Any:
@@ -161,14 +148,8 @@ def fix_layout(node: Node, result: ir.TensorBox) -> None:
         ir.ExternKernel.require_exact_strides(result, value.stride())
 
 
-def register() -> None:
-    lowerings[COPY_ASYNC] = _copy_async
-    lowerings[MEMORY_LIKE] = _memory_like
-
-
-def _device_type(node: object) -> str:
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    return value.device.type if isinstance(value, torch.Tensor) else ""
+lowerings[COPY_ASYNC] = _copy_async
+lowerings[MEMORY_LIKE] = _memory_like
 
 
 def upload_returned_memory_at_once(graph: Graph) -> None:
@@ -179,7 +160,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
             source = storage_node(node.args[0])
             if source not in returned or source.op == "placeholder" or is_pinned(source):
                 continue
-            if _device_type(source) == "cpu" and _device_type(node) == "cuda":
+            if device_type(source) == "cpu" and device_type(node) == "cuda":
                 if is_non_blocking(node):
                     node.meta[RETURNED] = True
                 if "non_blocking" in node.kwargs:
@@ -191,5 +172,5 @@ def is_pinned(node: Node) -> bool:
     """True if eager pins what the node makes: a download that doesn't block, or memory that was asked for as pinned."""
     if node.target is torch.ops.aten._pin_memory.default or node.kwargs.get("pin_memory"):
         return True
-    is_copy = node.target is torch.ops.aten._to_copy.default and _device_type(node.args[0]) == "cuda"
+    is_copy = node.target is torch.ops.aten._to_copy.default and device_type(node.args[0]) == "cuda"
     return is_copy and is_non_blocking(node)

@@ -109,16 +109,19 @@ def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator
     """Yield the accesses of a scheduler node. `storage` names the buffer that an update in place updates."""
     for part in node.get_nodes():
         mutated = {storage(name) for output in part.get_outputs() for name in output.get_mutations()}
-        if isinstance(part.node, AsyncCopy):
-            inputs: Any = part.node.inputs
+        kernel = part.node
+        inputs: Any = getattr(kernel, "inputs", ())
+        if isinstance(kernel, AsyncCopy):
             memory, source = inputs
-            layout = part.node.part
-            span = _span_of_layout(layout) if layout.dtype == memory.get_dtype() else None
+            layout = kernel.part
+            is_same = layout.dtype == memory.get_dtype()  # else a real part of complex memory
+            span = span_of(layout.offset, layout.size, layout.stride) if is_same else None
             yield PartAccess(storage(memory.get_name()), span, True)
             yield PartAccess(storage(source.get_name()), _span_of_view(source), False)
             continue
-        if type(part.node) is ir.ExternKernelOut:
-            yield from _of_library_kernel(part.node, mutated, storage)
+        if type(kernel) is ir.ExternKernelOut:
+            yield PartAccess(storage(kernel.get_name()), _span_of_view(kernel.output_view) if mutated else None, True)
+            yield from (PartAccess(storage(value.get_name()), _span_of_view(value), False) for value in inputs)
             continue
         yield from (
             PartAccess(name, None, True) for name in mutated - {storage(d.name) for d in part.read_writes.writes}
@@ -126,25 +129,15 @@ def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator
         for dep in part.read_writes.writes:
             yield PartAccess(storage(dep.name), _span_of_dep(dep), True)
         for dep in part.read_writes.reads:
-            is_order = not isinstance(dep, MemoryDep) and isinstance(part.node, ir.ComputedBuffer)
+            is_order = not isinstance(dep, MemoryDep) and isinstance(kernel, ir.ComputedBuffer)
             if not (is_order and storage(dep.name) in mutated):
                 yield PartAccess(storage(dep.name), _span_of_dep(dep), False)
-
-
-def _of_library_kernel(kernel: Any, mutated: set[str], storage: Callable[[str], str]) -> Iterator[PartAccess]:
-    yield PartAccess(storage(kernel.get_name()), _span_of_view(kernel.output_view) if mutated else None, True)
-    for value in kernel.inputs:
-        yield PartAccess(storage(value.get_name()), _span_of_view(value), False)
 
 
 def _span_of_view(value: Any) -> ElementSpan | None:
     if not isinstance(value, ir.ReinterpretView) or value.get_dtype() != value.unwrap_view().get_dtype():
         return None
-    return _span_of_layout(value.layout)
-
-
-def _span_of_layout(layout: ir.Layout) -> ElementSpan | None:
-    return span_of(layout.offset, layout.size, layout.stride)
+    return span_of(value.layout.offset, value.layout.size, value.layout.stride)
 
 
 def parts(known: Sequence[ElementSpan | None], written: Iterable[ElementSpan | None]) -> list[frozenset[int]] | None:

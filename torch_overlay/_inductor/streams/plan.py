@@ -140,15 +140,9 @@ class Plan:
     @property
     def streams(self) -> tuple[int, ...]:
         """Return the planner streams in use, ascending, without the host."""
-        used = {op.stream for op in self.ops if op.stream is not None and op.stream != HOST}
-        for event in self.events:
-            used.add(event.stream)
-            used.update(stream for _, stream in event.waits if stream != HOST)
-        used.update(wait.stream for wait in self.boundary_waits if wait.stream != HOST)
-        return tuple(sorted(used))
-
-    def records_after(self, position: int) -> list[Event]:
-        return [e for e in self.events if e.after == position]
+        used = {op.stream for op in self.ops} | {each.stream for each in (*self.events, *self.boundary_waits)}
+        used |= {stream for event in self.events for _, stream in event.waits}
+        return tuple(sorted(stream for stream in used if stream is not None and stream != HOST))
 
     def waits_before(self, position: int) -> list[tuple[Event, int]]:
         return [(e, stream) for e in self.events for at, stream in e.waits if at == position]
@@ -169,7 +163,7 @@ class Plan:
             return " ".join(parts)
 
         def records(position: int) -> str:
-            return " ".join(f"ev{e.index}@{label(e.stream)}" for e in self.records_after(position))
+            return " ".join(f"ev{e.index}@{label(e.stream)}" for e in self.events if e.after == position)
 
         rows.append(("", "", "entry", "", records(ENTRY), ""))
         for i, op in enumerate(self.ops):

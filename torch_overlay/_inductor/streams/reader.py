@@ -128,16 +128,13 @@ class BoundaryTokens:
 
     def of_node(self, node: BaseSchedulerNode, kind: Kind) -> set[Token] | None:
         """Return the tokens of the operation; None if no pass has kept any for it."""
-        found: set[Token] | None = None
         own = self.own_origins(node)
         # A view launches nothing: its tokens are not tokens of the kernel that reads through it.
-        for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
-            tokens = getattr(fact_of(origin), kind)
-            if tokens is not None:
-                found = (found or set()) | self.renumbered(tokens)
-        if found is None and any(getattr(fact_of(origin), kind) is not None for origin in fx_origins(node)):
-            return set()
-        return found
+        launched = [n for n in own if not is_view(n) and n.target is not operator.getitem] or own
+        known = [tokens for n in launched if (tokens := getattr(fact_of(n), kind)) is not None]
+        if known or any(getattr(fact_of(origin), kind) is not None for origin in fx_origins(node)):
+            return set().union(*map(self.renumbered, known))
+        return None
 
     def of_launch(self, node: BaseSchedulerNode, stream: int) -> tuple[frozenset[Token], frozenset[Token]]:
         """Return what an operation on a stream of the device comes after, and what comes after it."""

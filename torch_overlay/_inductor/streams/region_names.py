@@ -28,7 +28,7 @@ from torch_overlay._functorch.streams.ids import (
 from torch_overlay._inductor.notes import WrapperNotes
 from torch_overlay._inductor.streams.graph_facts import stream_devices
 from torch_overlay._inductor.streams.region_spec import of_device, OperationKind, RegionSpec, ResultKind
-from torch_overlay._inductor.streams.wrapper_lines import PlacedKernelCall
+from torch_overlay._inductor.streams.switching import PlacedKernelCall
 
 
 if TYPE_CHECKING:

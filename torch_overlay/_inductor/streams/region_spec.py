@@ -91,6 +91,3 @@ class RegionSpec:
     def objects(self) -> set[int]:
         """The caller's events, by their indices in the running graph's table."""
         return {number for kind, number in self.results if kind == ResultKind.OBJECT}
-
-
-__all__ = ["of_device", "Operation", "OperationKind", "RegionSpec", "ResultKind"]

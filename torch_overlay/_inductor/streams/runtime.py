@@ -84,23 +84,13 @@ def write_back(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.St
         target.copy_(source)
 
 
-def _as_cuda_stream(stream: torch.Stream) -> torch.Stream:
-    """Return the torch.cuda.Stream of a device-agnostic torch.Stream, which doesn't show its handle."""
-    key = (stream.stream_id, stream.device_index, stream.device_type)
-    found = objects._stream_objects.get(key)
-    if found is None:
-        found = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
-        objects._stream_objects[key] = found
-    return found
-
-
 def resolve(found: Any) -> Any:
     """Return what an entry of a graph's table stands for: a torch.cuda.Stream, or an event."""
     if type(found) is Owned:
         found = found.resolve()
     elif type(found) is int:
         return copy_stream(found)
-    return _as_cuda_stream(found) if type(found) is torch.Stream else found
+    return objects.as_cuda_stream(found) if type(found) is torch.Stream else found
 
 
 def align(*streams: torch.Stream) -> None:
@@ -272,6 +262,3 @@ class CppRegion:
 
 
 region = Region  # as generated code calls it
-
-
-__all__ = ["align", "aligned", "callers_stream", "get_object", "region", "restore_stream", "set_stream", "write_back"]

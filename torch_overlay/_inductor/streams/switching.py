@@ -1,5 +1,5 @@
-"""Insert lines about streams into the finished lines of a wrapper, once memory planning has decided which allocations
-remain: two passes.
+"""Define the lines of Inductor's wrapper that a planned region adds, and insert more of them into the finished lines,
+once memory planning has decided which allocations remain: two passes.
 
 - `share_memory` lets a call that keeps to one stream reuse memory across streams (Note [Memory of a call on one
   stream]).
@@ -21,21 +21,97 @@ from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
-from torch_overlay._inductor.streams.wrapper_lines import (
-    BeginRegion,
-    EndRegion,
-    FinallyLine,
-    OnStream,
-    StreamLine,
-    SwitchLine,
-    TryLine,
-)
+from torch_overlay._inductor.notes import WrapperNotes
 
 
 if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
     from torch_overlay._inductor.streams.region_names import RegionNames
+
+
+@dataclass
+class StreamLine(upstream.WrapperLine):
+    """A statement on streams and events, which doesn't read the current stream."""
+
+    text: str
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.writeline(self.text)
+
+
+class SwitchLine(StreamLine):
+    """A switch of the current stream."""
+
+
+@dataclass
+class BeginRegion(upstream.WrapperLine):
+    emitter: RegionNames
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        self.emitter.write_prologue(code)
+
+
+@dataclass
+class EndRegion(upstream.WrapperLine):
+    emitter: RegionNames
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        self.emitter.write_epilogue(code)
+
+
+@dataclass
+class OnStream(upstream.WrapperLine):
+    """A mark: the lines that follow belong to a node of this stream; None: to one that launches nothing on a device.
+    `range` is the name of the work there in profiles, if it has one."""
+
+    emitter: RegionNames
+    stream: int | None
+    device_index: int | None
+    range: str = ""
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        pass
+
+
+@dataclass
+class TryLine(upstream.WrapperLine):
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.writeline("try:")
+        code.do_indent()
+
+
+@dataclass
+class FinallyLine(upstream.WrapperLine):
+    statements: list[str]
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.do_unindent()
+        code.writeline("finally:")
+        code.do_indent()
+        code.writelines(self.statements)
+        code.do_unindent()
+
+
+@dataclass
+class PlacedKernelCall(upstream.WrapperLine):
+    """A kernel launch with the raw handle of its stream."""
+
+    line: upstream.KernelCallLine
+    raw_stream: str
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        notes = WrapperNotes.of(self.line.wrapper)
+        notes.raw_stream = self.raw_stream
+        try:
+            self.line.codegen(code)
+        finally:
+            notes.raw_stream = None
+
+
+def has_streams(wrapper: Any) -> bool:
+    """True if a planned region is in the lines of a wrapper."""
+    return any(isinstance(line, BeginRegion) for line in wrapper.lines)
 
 
 # Note [Memory of a call on one stream]
@@ -162,7 +238,7 @@ def share_memory(lines: list[Any]) -> list[Any]:
     return [instead.get(id(line), line) for line in lines]
 
 
-RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
+RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `codegen.write_range` writes
 _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
 
 

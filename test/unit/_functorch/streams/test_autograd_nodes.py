@@ -1,4 +1,4 @@
-"""`_functorch.streams.autograd_nodes`: the streams of the backward's nodes and first readers."""
+"""`_functorch.streams.epilogue`: the streams of the backward's nodes and first readers."""
 
 import contextlib
 from unittest import mock
@@ -11,8 +11,8 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.autograd_nodes import first_reader, made_on, note, view_streams
+from torch_overlay._functorch.streams import epilogue
+from torch_overlay._functorch.streams.epilogue import first_reader, made_on, note_autograd_nodes, view_streams
 from torch_overlay._functorch.streams.fx import place_on
 
 
@@ -37,7 +37,7 @@ class GraphCase(TestCase):
 
     def noted(self, *results, known=()):
         self.graph.output(results)
-        note(self.graph, dict(known))
+        note_autograd_nodes(self.graph, dict(known))
         return view_streams(self.graph)
 
 
@@ -118,7 +118,7 @@ class TestMadeOn(TestCase):
         leave = objects.enter("caller", "a", "b", "c")
         with (
             mock.patch.object(torch.cuda, "stream", stream),
-            mock.patch.object(autograd_nodes, "get_gradient_edge", edge),
+            mock.patch.object(epilogue, "get_gradient_edge", edge),
             Log(current, log),
         ):
             made = made_on(streams, base, make)

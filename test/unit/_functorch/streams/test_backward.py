@@ -11,7 +11,6 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay._functorch.streams.autograd_nodes import note
 from torch_overlay._functorch.streams.backward import (
     assign_second_nodes,
     assign_sums,
@@ -24,11 +23,10 @@ from torch_overlay._functorch.streams.backward import (
     place_recomputed,
     read_past_updates,
 )
-from torch_overlay._functorch.streams.duplicates import DUPLICATES
-from torch_overlay._functorch.streams.epilogue import follow_mutations, place_first_copies
+from torch_overlay._functorch.streams.epilogue import follow_mutations, note_autograd_nodes, place_first_copies
 from torch_overlay._functorch.streams.facts import ExitWait, Fact, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import BACKWARD, node_stream, place_on
-from torch_overlay._functorch.streams.saved_values import ContextNotes
+from torch_overlay._functorch.streams.saved_values import ContextNotes, DUPLICATES
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 
 
@@ -522,7 +520,7 @@ class JointCase(TestCase):
         desc = [PlainAOTOutput(i) for i in range(len(results))]
         desc += [GradAOTOutput(given.meta["desc"]) for _, given in gradients]
         self.graph.output(values).meta["desc"] = desc
-        note(self.graph, {})
+        note_autograd_nodes(self.graph, {})
 
     def streams(self, *leaves):
         found = engine_streams(self.graph, leaves)

@@ -13,8 +13,8 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from stand_ins.schedules import NumberedCase
 from torch_overlay._dynamo import registry
-from torch_overlay._dynamo.range_ops import NVTX, range_pop, range_push
-from torch_overlay._functorch.streams.autograd_nodes import view_streams
+from torch_overlay._dynamo.ops import NVTX, range_pop, range_push
+from torch_overlay._functorch.streams.epilogue import view_streams
 from torch_overlay._functorch.streams.facts import ExitWait, fact_of, ForeignRead, is_placed_program, note_fact, NOTHING
 from torch_overlay._functorch.streams.fx import node_stream, place_on
 from torch_overlay._functorch.streams.placed import placement
@@ -149,10 +149,10 @@ class TestForward(PlacementCase):
 
     def test_what_tracing_noted_for_memory_is_dropped(self):
         side = self.relu(self.x, stream=1)
-        note_fact(side, eager_targets=(2,), eager_storage=(("relu", 1),))
+        note_fact(side, eager_storage=(("relu", 1),), is_given=True)
         self.place(side)
         fact = fact_of(side)
-        self.assertEqual((fact.eager_targets, fact.eager_storage), ((), ()))
+        self.assertEqual((fact.eager_storage, fact.is_given), ((), False))
 
     def test_updates_of_an_input(self):
         copy = self.call(aten.clone.default, self.x)

@@ -139,7 +139,7 @@ class Points:
             found = {
                 token
                 for point, token in self.tokens.items()
-                if node in self.before_alone[point] and (not token.is_record or token.index in kept)
+                if node in self.before_alone[point] and (token.nth < 0 or token.index in kept)
             }
             before[node] = found - {state(own)}
         return after, before

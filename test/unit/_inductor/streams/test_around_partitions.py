@@ -1,4 +1,4 @@
-"""`_inductor.streams.around_partitions`: the order around a graph that is cut into partitions."""
+"""`_inductor.streams.planned_region`: the order around a graph that is cut into partitions."""
 
 from unittest import mock
 
@@ -17,7 +17,7 @@ from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state
 from torch_overlay._inductor.notes import ScheduleNotes
-from torch_overlay._inductor.streams.around_partitions import HANDLE_IS_READ, ordered_around, reason_to_cut
+from torch_overlay._inductor.streams.planned_region import HANDLE_IS_READ, ordered_around, reason_to_cut
 from torch_overlay._inductor.streams.region_spec import of_device, OperationKind
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo
 

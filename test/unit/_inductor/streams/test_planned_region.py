@@ -9,7 +9,7 @@ from torch_overlay._functorch.streams.facts import ExitWait, ForeignRead, note_f
 from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, state, synchronization
 from torch_overlay._inductor.notes import ScheduleNotes
-from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, register
+from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION
 from torch_overlay._inductor.streams.planned_region import needs_plan, plan_region
 
 
@@ -189,7 +189,6 @@ class TestNeedsPlan(PlansTestCase):
         self.assertTrue(self.needed())
 
     def test_host_beside_copies(self):
-        register()
         for on_host in (False, True):
             host = self.program.input(4, device="cpu")
             copy = self.call(COPY_ASYNC, host, self.program.input(4))

@@ -22,7 +22,7 @@ from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event,
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins
 from torch_overlay._inductor.streams import graph_facts
-from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, register
+from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION
 from torch_overlay._inductor.streams.plan import HOST, Op
 from torch_overlay._inductor.streams.reader import BoundaryTokens, RegionReader
 
@@ -233,7 +233,6 @@ class TestStreamOperations(ReaderTestCase):
 
 class TestParts(ReaderTestCase):
     def rows(self, *ends, places=(1, 2), read=False):
-        register()
         host = self.program.input(4, 8, device="cpu")
         for (first, last), stream in zip(ends, places):
             value = self.program.input(last - first, 8)

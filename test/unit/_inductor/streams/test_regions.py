@@ -1,4 +1,4 @@
-"""`_inductor.streams.regions`: one region at a time is written, also around partitions."""
+"""`_inductor.streams.planned_region`: one region at a time is written, also around partitions."""
 
 import torch
 from torch._inductor.virtualized import V
@@ -10,8 +10,13 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay._functorch.streams.tokens import CALLER, state
 from torch_overlay._inductor.notes import active_region, ScheduleNotes
-from torch_overlay._inductor.streams.regions import nested_streams, planned, stream_of_memory
-from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion
+from torch_overlay._inductor.streams.planned_region import (
+    nested_streams,
+    planned,
+    stream_of_memory,
+    subscribe_to_plans,
+)
+from torch_overlay._inductor.streams.switching import BeginRegion, EndRegion
 
 
 aten = torch.ops.aten
@@ -48,6 +53,8 @@ class TestRegions(ProgramCase):
 
     def test_region(self):
         self.fork_and_join()
+        plans = []
+        self.addCleanup(subscribe_to_plans(plans.append))
         self.assertIsNone(active_region(self.scheduler))
         self.assertIsNone(active_region(None))
         before = len(self.wrapper.lines)
@@ -58,6 +65,7 @@ class TestRegions(ProgramCase):
         self.assertIs(first.emitter, emitter)
         self.assertIs(last.emitter, emitter)
         self.assertEqual(len(emitter.plan.ops), 2)
+        self.assertEqual(plans, [emitter.plan])
         self.assertFalse(emitter.region.enclosed)
 
     def test_code_that_is_several_regions(self):

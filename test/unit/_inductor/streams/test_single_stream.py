@@ -1,15 +1,18 @@
 """`_inductor.streams.single_stream`: regions that run on one stream when the device is idle."""
 
+from unittest import mock
+
 import torch
 
 import form  # noqa: F401
-from stand_ins.schedules import ProgramCase
+from stand_ins.schedules import ProgramCase, PROPERTIES
 from torch_overlay._functorch import device_peaks
-from torch_overlay._functorch.streams.facts import note_fact
-from torch_overlay._functorch.streams.ids import copy_in_stream
+from torch_overlay._functorch.streams.facts import fact_of, note_fact
+from torch_overlay._functorch.streams.fx import node_stream
+from torch_overlay._functorch.streams.ids import copy_in_stream, copy_out_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 from torch_overlay._inductor.streams.planned_region import plan_region
-from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
+from torch_overlay._inductor.streams.single_stream import fold_branches, follows_one_stream_when_idle, handed_out
 
 
 aten, prims, streams = torch.ops.aten, torch.ops.prims, torch.ops.streams
@@ -138,3 +141,140 @@ class TestRegionsThatRunAsPlanned(IdleTestCase):
         joined = self.product(self.branch(), self.x)
         other = self.call(aten.histc.default, self.program.input(4))
         self.assert_as_planned(joined, other)
+
+
+US_PER_MIB = (1 << 20) / 1.024e6  # of the device of inductor_schedules
+
+
+class FoldingTestCase(ProgramCase):
+    def setUp(self):
+        super().setUp()
+        self.x = self.program.input(512, 512)  # a MiB
+        device_peaks.bytes_per_us.cache_clear()
+        self.addCleanup(device_peaks.bytes_per_us.cache_clear)
+        self.enterContext(mock.patch.object(torch.cuda, "get_device_properties", lambda device: PROPERTIES))
+
+    def call(self, target, *args, stream=1, **fact):
+        return super().call(target, *args, stream=stream, **(fact or FORKED))
+
+    def joined(self, value):
+        return self.call(aten.add.Tensor, self.x, value, stream=0, after=(), promised_to=())
+
+    def fold(self, *results, limit_us=100.0, is_backward=False):
+        self.program.output(*results)
+        return fold_branches(self.program.graph, limit_us, is_backward)
+
+
+class TestBranches(FoldingTestCase):
+    def test_pointwise_work_and_views(self):
+        first = self.call(aten.sin.default, self.x)
+        branch = [first, self.call(aten.alias.default, first)]
+        branch.append(self.call(aten.clone.default, branch[-1]))
+        branch.append(self.call(prims.convert_element_type.default, branch[-1], torch.float16))
+        self.assertEqual(self.fold(self.joined(branch[-1])), [1])
+        for node in branch:
+            self.assertEqual(node_stream(node), 0)
+
+    def test_what_the_outside_knows_of_the_stream_stays_true(self):
+        fact = {"after": (CALLER, caller_event(5)), "promised_to": (CALLER,)}
+        node = self.call(aten.sin.default, self.x, **fact)
+        self.fold(self.joined(node))
+        self.assertEqual(set(fact_of(node).after), {state(1), caller_event(5)})
+        self.assertEqual(set(fact_of(node).promised_to), {state(1)})
+
+    def test_time_of_what_is_read_and_written(self):
+        """Values inside of the branch are neither."""
+        for limit, folded in ((2.01, [1]), (1.99, [])):
+            self.setUp()
+            node = self.call(aten.sin.default, self.x)
+            node = self.call(aten.cos.default, node)
+            limit_us = limit * US_PER_MIB
+            self.assertEqual(self.fold(self.joined(node), limit_us=limit_us), folded)
+
+    def test_each_branch_by_itself(self):
+        small = self.call(aten.sin.default, self.x)
+        large = self.call(aten.mm.default, self.x, self.x, stream=2)
+        self.assertEqual(self.fold(self.joined(small), self.joined(large)), [1])
+        self.assertEqual((node_stream(small), node_stream(large)), (0, 2))
+
+    def test_size_with_a_hint(self):
+        x = self.program.input(self.program.size(64))
+        node = self.call(aten.sin.default, x)
+        result = self.call(aten.add.Tensor, x, node, stream=0)
+        self.assertEqual(self.fold(result, limit_us=1.0), [1])
+
+
+class TestBranchesThatStay(FoldingTestCase):
+    def assert_stays(self, node, *results, **options):
+        stream = node_stream(node)
+        results = results or [self.joined(node)]
+        self.assertEqual(self.fold(*results, **options), [])
+        self.assertEqual(node_stream(node), stream)
+
+    def test_work_that_is_not_pointwise(self):
+        for target, operands in ((aten.sum.default, 1), (aten.mm.default, 2)):
+            self.setUp()
+            node = self.call(target, *[self.x] * operands)
+            self.assert_stays(self.call(aten.sin.default, node))
+
+    def test_branch_with_a_reduction_in_it(self):
+        node = self.call(aten.sin.default, self.x)
+        self.assert_stays(self.call(aten.sum.default, node))
+        self.assertEqual(node_stream(node), 1)
+
+    def test_branch_that_is_not_forked_or_not_joined(self):
+        for name in ("after", "promised_to"):
+            self.setUp()
+            fact = {**FORKED, name: ()}
+            self.assert_stays(self.call(aten.sin.default, self.x, **fact))
+
+    def test_node_whose_tokens_are_not_known(self):
+        node = self.call(aten.sin.default, self.x)
+        note_fact(node, after=None, promised_to=None)
+        self.assert_stays(node)
+
+    def test_copies_streams(self):
+        stream = copy_out_stream(0)
+        self.assert_stays(self.call(aten.sin.default, self.x, stream=stream))
+
+    def test_stream_that_the_program_names(self):
+        node = self.call(aten.sin.default, self.x)
+        self.program.call(streams.synchronize_stream.default, 1)
+        self.assert_stays(node)
+
+    def test_work_on_the_host(self):
+        host = self.program.input(4, device="cpu")
+        node = self.call(aten.sin.default, host)
+        self.assert_stays(node, self.call(aten.cos.default, node, stream=0))
+
+    def test_copy_between_devices(self):
+        there = self.program.input(512, 512, device="cuda:1")
+        node = self.program.graph.call_function(aten.copy_.default, (there, self.x))
+        node.meta = {"val": there.meta["val"], "custom": {"stream": 1}}
+        note_fact(node, **FORKED)
+        self.assert_stays(node, self.x)
+
+    def test_memory_that_the_caller_gets(self):
+        node = self.call(aten.sin.default, self.x)
+        view = self.call(aten.slice.Tensor, node, 0, 0, 8)
+        self.assert_stays(node, self.joined(node), view)
+
+
+class TestResults(FoldingTestCase):
+    def saved(self, is_backward):
+        """The second result is kept for the backward, if this is a forward."""
+        node = self.call(aten.sin.default, self.x)
+        output = self.program.output(self.joined(node), node)
+        output.meta["user_visible_output_idxs"] = [0]
+        graph = self.program.graph
+        return handed_out(graph, is_backward), fold_branches(graph, 100.0, is_backward)
+
+    def test_values_that_are_kept_for_the_backward(self):
+        self.assertEqual(self.saved(False), ({0}, [1]))
+
+    def test_results_of_a_backward(self):
+        self.assertEqual(self.saved(True), ({0, 1}, []))
+
+    def test_results_that_nobody_described(self):
+        self.program.output(self.x, self.x)
+        self.assertEqual(handed_out(self.program.graph, False), {0, 1})

@@ -11,24 +11,22 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from stand_ins.schedules import device, Program, written
-from torch_overlay._dynamo.range_ops import range_mark, range_pop, range_push
+from torch_overlay._dynamo.ops import range_mark, range_pop, range_push
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.notes import WrapperNotes
-from torch_overlay._inductor.streams import ranges
+from torch_overlay._inductor.streams.codegen import write_range
 from torch_overlay._inductor.streams.plan import Plan
 from torch_overlay._inductor.streams.region_names import RegionNames
 from torch_overlay._inductor.streams.switching import (
-    needs,
-    RANGE_CALLS,
-    share_memory,
-    switch_streams,
-)
-from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
     EndRegion,
+    needs,
     OnStream,
     PlacedKernelCall,
+    RANGE_CALLS,
+    share_memory,
     StreamLine,
+    switch_streams,
     SwitchLine,
 )
 
@@ -319,8 +317,7 @@ class TestShownBlocks(TestCase):
 
     def test_ranges_of_the_program(self):
         written = []
-        wrapper = SimpleNamespace(writeline=written.append)
-        root = SimpleNamespace(imports=IndentedBuffer())
+        wrapper = SimpleNamespace(writeline=written.append, imports=IndentedBuffer())
         for overload, *args in (
             (range_push, "nvtx", "r", None),
             (range_pop, "nvtx"),
@@ -329,7 +326,7 @@ class TestShownBlocks(TestCase):
             (range_mark, "m"),
         ):
             node = SimpleNamespace(op_overload=overload, constant_args=args)
-            self.assertTrue(ranges.write(wrapper, root, node))
+            self.assertTrue(write_range(wrapper, node))
         for line in written:
             self.assertTrue(line.startswith(RANGE_CALLS), line)
             found = self.shown(self.on(1, "a"), Launch(), line, Launch())

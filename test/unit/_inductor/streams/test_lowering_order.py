@@ -1,4 +1,4 @@
-"""`_inductor.streams.graph_order`: blocking and visible operations keep the program's order."""
+"""`_inductor.streams.lowering`: blocking and visible operations keep the program's order."""
 
 from unittest import mock
 
@@ -8,10 +8,10 @@ from torch._inductor.scheduler import Scheduler
 
 import form  # noqa: F401
 from stand_ins.schedules import ProgramCase
-from torch_overlay._dynamo.range_ops import range_mark
+from torch_overlay._dynamo.ops import range_mark
 from torch_overlay._functorch.streams.tokens import blocking_copy, record, synchronization
 from torch_overlay._inductor.scheduler_nodes import fx_origins
-from torch_overlay._inductor.streams.graph_order import order_blocking_operations, order_stream_operations
+from torch_overlay._inductor.streams.lowering import order_blocking_operations, order_stream_operations
 
 
 aten, prims, streams = torch.ops.aten, torch.ops.prims, torch.ops.streams
