@@ -32,7 +32,9 @@ from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
+from torch_overlay._inductor.relaunch.runner import COPY_SETTER
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
+from torch_overlay.csrc import DriverError
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -1284,7 +1286,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def run_with(self, error, calls=4):
         """Calls of a region whose first launch raises the error; what they raised."""
-        self.enterContext(mock.patch.object(relaunch, "rebuild_of", mock.Mock()))
+        self.enterContext(mock.patch.object(relaunch, "moving", lambda template: {"a copy"}))
         self.enterContext(mock.patch.object(Executable, "direct", False))
         run, raised, errors = self.runner(ADD), [], [error]
         replay = Executable.replay
@@ -1308,8 +1310,20 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
     def test_refused_copies(self):
         self.assertEqual(self.run_with(RuntimeError("no such copy")), [])
         (refusal,) = causes.refusals()
-        self.assertIn("[host-memory]: its copies to or from the host can't be patched: no such copy", refusal)
+        self.assertIn("[host-memory]: its copies can't be patched: no such copy", refusal)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
+
+    def test_copies_that_are_refused_at_a_later_launch(self):
+        run, error = self.runner(ADD), DriverError(COPY_SETTER, 1, "no such copy")
+        for i in range(4):
+            if i == 2:
+                (state,) = run.states.values()
+                graph, run.states.try_launch = state.relaunch, None
+                graph.try_launch, graph.launch = mock.Mock(return_value=None), mock.Mock(side_effect=error)
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        graph.launch.assert_called_once()
+        self.assertEqual(([r.code for r in causes.refused()], state.relaunch), (["host-memory"], None))
 
     def test_out_of_memory(self):
         self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])

@@ -40,7 +40,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     TensorView,
 )
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay._inductor.relaunch.runner import COPY_SETTER, Runner
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.csrc import DriverError
 from torch_overlay.testing import simulated_gpu
@@ -405,7 +405,7 @@ class TestStages(RelaunchTestCase):
 
     def test_backward_does_not_run_again_once_a_stage_has(self):
         """The stage may have written over what was saved."""
-        self.enterContext(mock.patch.object(relaunch, "rebuild_of", mock.Mock()))
+        self.enterContext(mock.patch.object(relaunch, "moving", lambda template: {"a copy"}))
         self.enterContext(mock.patch.object(Executable, "direct", False))
         run, launched = self.backward(DEFERRED, mutated=range(8)), []
         replay = Executable.replay
@@ -420,6 +420,21 @@ class TestStages(RelaunchTestCase):
         with mock.patch.object(Executable, "replay", failing), self.assertRaisesRegex(RuntimeError, "no such copy"):
             run(backward_inputs()[:9])
         self.assertEqual(len(launched), 2)
+
+    def test_copy_that_is_refused_at_a_later_launch(self):
+        """The call has consumed its inputs, so it fails; all later ones run without a graph."""
+        run = self.backward(DEFERRED, mutated=())
+        for _ in range(3):
+            run(backward_inputs()[:9])
+        error = DriverError(COPY_SETTER, 1, "no such copy")
+        (state,) = run.states.values()
+        state.relaunch.launch = mock.Mock(side_effect=error)
+        with self.assertRaisesRegex(DriverError, "no such copy"):
+            run(backward_inputs()[:9])
+        *saved, tangent, _ = inputs = backward_inputs()
+        flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
+        self.assertEqual(list(run(inputs[:9])), [3 * d for d in [*flows][:0:-1]])
+        self.assertEqual((state.refused, state.relaunch), ("host-memory", None))
 
     def test_graph_that_the_driver_cannot_cut(self):
         """It is launched as a whole, with all its slabs."""

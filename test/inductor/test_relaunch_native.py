@@ -693,7 +693,7 @@ class TestArguments(TestCase):
     NODE = (0, 0x1000, 0, "a node", bytes(72), ())
 
     def maker(self, **arguments):
-        parts = {"exec": 0, "nodes": (self.NODE,), "rebuild": None, "by_graph": False, "regions": 0}
+        parts = {"exec": 0, "nodes": (self.NODE,), "regions": 0}
         parts |= dict.fromkeys(("slots", "words"), ())
         return functools.partial(relaunch_driver.module().call, **relaunch_driver.call_arguments(**parts | arguments))
 

@@ -118,6 +118,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         Py_END_ALLOW_THREADS
     }
     launching = 1;
+    blocks->refused = 0;
     if ((set = set_listed(blocks, write_blocks(blocks, base, values))) >= 0) {
         self->patched += (unsigned long long)set;
         code = launch_executable(self, stream);
@@ -131,8 +132,8 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
     return code;
 }
 
-/* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, or an input is
-   misaligned. `originals`: the caller's tensors where inputs are copies, or NULL. */
+/* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, an input is
+   misaligned, or the driver refuses a copy. `originals`: the caller's tensors where inputs are copies, or NULL. */
 static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t regions = scratch_region(&self->layout) + 1, count = regions + (size_t)self->numbers.results;
@@ -170,6 +171,10 @@ static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int
         && !free_scratch(&self->layout, &memory) && (result = make_outputs(&self->layout, originals, memory.storages))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
+    if (!result && careful && self->blocks.refused) {
+        PyErr_Clear();
+        result = Py_NewRef(Py_None);
+    }
 done:
     if (base != few) PyMem_Free(base);
     free_memory(&self->layout, &memory);
@@ -183,10 +188,19 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(blocks.rebuild),    AT(layout.empty),  AT(layout.storages), AT(layout.raw_alloc),
-                                 AT(layout.raw_delete), AT(layout.typed),  AT(layout.recipes),  AT(layout.reinterpret),
-                                 AT(counter.counters),  AT(counter.group), AT(counter.name),    AT(replay),
-                                 AT(misaligned),        AT(counts)};
+static const size_t objects[] = {AT(layout.empty),
+                                 AT(layout.storages),
+                                 AT(layout.raw_alloc),
+                                 AT(layout.raw_delete),
+                                 AT(layout.typed),
+                                 AT(layout.recipes),
+                                 AT(layout.reinterpret),
+                                 AT(counter.counters),
+                                 AT(counter.group),
+                                 AT(counter.name),
+                                 AT(replay),
+                                 AT(misaligned),
+                                 AT(counts)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -236,10 +250,10 @@ static int check_regions(const Call *self) {
 }
 
 static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"exec",     "nodes",       "slots",   "regions", "words",   "rebuild", "by_graph",
-                            "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
-                            "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
-                            "counters", "group",       "counter", NULL};
+    static char *names[] = {"exec",        "nodes",       "slots",   "regions", "words", "inputs",
+                            "allocations", "typed",       "scratch", "numbers", "order", "recipes",
+                            "empty",       "reinterpret", "replay",  "direct",  "raw",   "device",
+                            "misaligned",  "counters",    "group",   "counter", NULL};
     PyObject *nodes, *slots, *words, *inputs, *numbers, *order, *device;
     unsigned long long exec, alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
@@ -251,13 +265,12 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     blocks = &self->blocks;
     layout = &self->layout;
     counter = &self->counter;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type,
-                                     &nodes, &PyTuple_Type, &slots, &regions, &PyTuple_Type, &words, &blocks->rebuild,
-                                     &blocks->by_graph, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
-                                     &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type,
-                                     &layout->recipes, &layout->empty, &layout->reinterpret, &self->replay,
-                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
-                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "KO!O!nO!O!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type, &nodes, &PyTuple_Type,
+            &slots, &regions, &PyTuple_Type, &words, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
+            &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type, &layout->recipes, &layout->empty,
+            &layout->reinterpret, &self->replay, &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc,
+            &release, &device, &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);

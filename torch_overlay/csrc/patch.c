@@ -50,19 +50,17 @@ static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
     return 0;
 }
 
-/* Sets the node in the executable, or IN_GRAPH: a memcpy node in the graph that it was captured into. Returns 0, or -1
-   with an error that names it. */
-static int node_set(const Node *node, int kind, Handle exec) {
+/* Sets the node in the executable. Returns 0, or -1 with an error that names it. */
+static int node_set(const Node *node, Handle exec) {
     static const char *const what[] = {"cuGraphExecKernelNodeSetParams", "cuGraphExecMemsetNodeSetParams",
-                                       "cuGraphExecMemcpyNodeSetParams", "cuGraphMemcpyNodeSetParams"};
+                                       "cuGraphExecMemcpyNodeSetParams"};
     int code = 0;
-    switch (kind) {
+    switch (node->kind) {
     case KERNEL: code = cu.GraphExecKernelNodeSetParams(exec, node->handle, node->block); break;
     case FILL: code = cu.GraphExecMemsetNodeSetParams(exec, node->handle, node->block, node->context); break;
     case COPY: code = cu.GraphExecMemcpyNodeSetParams(exec, node->handle, node->block, node->context); break;
-    case IN_GRAPH: code = cu.GraphMemcpyNodeSetParams(node->handle, node->block); break;
     }
-    if (code) driver_error_at(code, what[kind], node->label);
+    if (code) driver_error_at(code, what[node->kind], node->label);
     return code ? -1 : 0;
 }
 
@@ -167,44 +165,13 @@ static size_t write_words(Blocks *self, const uint64_t *value, size_t count) {
     return count;
 }
 
-/* Sets the copies in the graph, has `rebuild(error)` make an executable of it, and sets the other nodes in that. The
-   error is that of the driver that refused to set a copy, or None. Returns the number of nodes, or -1. */
-static Py_ssize_t set_by_graph(Blocks *self) {
-    PyObject *type, *error, *traceback, *exec = NULL;
-    size_t i;
-    PyErr_Fetch(&type, &error, &traceback);
-    for (i = 0; i < self->nodes; i++)
-        if (self->node[i].kind == COPY && node_set(&self->node[i], IN_GRAPH, NULL)) break;
-    if (i == self->nodes) exec = PyObject_CallOneArg(self->rebuild, error ? error : Py_None);
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-    if (!exec) return -1;
-    self->exec = PyLong_AsVoidPtr(exec);
-    Py_DECREF(exec);
-    if (PyErr_Occurred()) return -1;
-    for (i = 0; i < self->nodes; i++)
-        if (self->node[i].kind != COPY && node_set(&self->node[i], self->node[i].kind, self->exec)) return -1;
-    self->stale = 0;
-    return (Py_ssize_t)self->nodes;
-}
-
-/* Returns 1 if the list has a copy that has to be set in the graph. */
-static int lists_copy(const Blocks *self, size_t count) {
-    while (self->by_graph && count--)
-        if (self->node[self->dirty[count]].kind == COPY) return 1;
-    return 0;
-}
-
 Py_ssize_t set_listed(Blocks *self, size_t count) {
     self->stale = 1;
-    if (lists_copy(self, count)) return set_by_graph(self);
     for (size_t i = 0; i < count; i++) {
-        Node *node = &self->node[self->dirty[i]];
-        if (node_set(node, node->kind, self->exec)) {
-            if (node->kind != COPY || self->rebuild == Py_None) return -1;
-            self->by_graph = 1;
-            return set_by_graph(self);
+        const Node *node = &self->node[self->dirty[i]];
+        if (node_set(node, self->exec)) {
+            self->refused = node->kind == COPY;
+            return -1;
         }
     }
     self->stale = 0;
