@@ -22,6 +22,7 @@ typedef struct {
 /* An executable bound to a layout. */
 typedef struct {
     PyObject_HEAD
+    Pool pool;
     Blocks blocks;
     Device device;
     Py_ssize_t least; /* so many inputs a call has at the least */
@@ -209,11 +210,9 @@ static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)sel
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
-    layout_clear(&self->layout);
-    program_clear(&self->numbers);
     device_clear(&self->device);
     blocks_clear(&self->blocks);
-    PyMem_Free(self->input);
+    pool_free(&self->pool);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -221,7 +220,7 @@ static void call_dealloc(Call *self) {
 static int bind_inputs(Call *self, PyObject *inputs) {
     static const Py_ssize_t ends[] = {PY_SSIZE_T_MAX, PY_SSIZE_T_MAX};
     if ((size_t)self->layout.inputs > self->blocks.regions) return refuse("so many inputs are no regions");
-    if (!(self->input = zeros(self->layout.inputs, sizeof(Input)))) return -1;
+    if (!(self->input = pool_zeros(&self->pool, self->layout.inputs, sizeof(Input)))) return -1;
     for (Py_ssize_t i = 0; i < self->layout.inputs; i++) {
         Py_ssize_t input[2];
         if (read_record(inputs, i, "input", 2, ends, input)) return -1;
@@ -233,7 +232,7 @@ static int bind_inputs(Call *self, PyObject *inputs) {
 
 /* The results are the values of the number slots. */
 static int read_numbers(Call *self, PyObject *numbers) {
-    if (program_init(&self->numbers, numbers)) return -1;
+    if (program_init(&self->numbers, &self->pool, numbers)) return -1;
     self->least = self->numbers.least;
     return (size_t)self->numbers.results == self->blocks.words ? 0 : refuse("so many number slots have no numbers");
 }
@@ -282,9 +281,9 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
-    if (blocks_init(blocks, regions, nodes, slots, words) || device_init(&self->device, device)
-        || read_numbers(self, numbers) || bind_inputs(self, inputs) || layout_init(layout, order, &self->least)
-        || check_regions(self)) {
+    if (blocks_init(blocks, &self->pool, regions, nodes, slots, words) || device_init(&self->device, device)
+        || read_numbers(self, numbers) || bind_inputs(self, inputs)
+        || layout_init(layout, &self->pool, order, &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }

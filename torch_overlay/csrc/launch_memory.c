@@ -7,11 +7,11 @@
 #include "module.h"
 
 /* Each allocated region has to be in the order once: the storages, and the scratch if there is any. */
-static int read_order(Layout *self, PyObject *order) {
+static int read_order(Layout *self, Pool *pool, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->storages), all = made + (self->scratch != 0);
     for (Py_ssize_t i = 0; i < made; i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
-    if (!(self->order = read_row(order, "the order", 0, all, &self->allocated))) return -1;
+    if (!(self->order = read_row(pool, order, "the order", 0, all, &self->allocated))) return -1;
     if (self->allocated != all) return refuse("so many regions are not allocated");
     for (Py_ssize_t i = 0; i < all; i++)
         for (Py_ssize_t j = 0; j < i; j++)
@@ -26,9 +26,9 @@ enum { GIVEN, REPEATED, SAME, WHOLE, PART, EMPTY, MADE };
 
 static PyObject *name_view;
 
-static int read_typed(Layout *self) {
+static int read_typed(Layout *self, Pool *pool) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->typed);
-    if (!(self->viewed = zeros(count, sizeof *self->viewed))) return -1;
+    if (!(self->viewed = pool_zeros(pool, count, sizeof *self->viewed))) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GET_ITEM(self->typed, i), *dtype;
         if (!is_tuple(item, "typed view", i)
@@ -40,10 +40,10 @@ static int read_typed(Layout *self) {
     return 0;
 }
 
-static int read_recipes(Layout *self, Py_ssize_t *least) {
+static int read_recipes(Layout *self, Pool *pool, Py_ssize_t *least) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->recipes), storages = PyTuple_GET_SIZE(self->storages);
     Py_ssize_t parts = storages + PyTuple_GET_SIZE(self->typed);
-    if (read_typed(self) || !(self->recipe = zeros(count, sizeof *self->recipe))) return -1;
+    if (read_typed(self, pool) || !(self->recipe = pool_zeros(pool, count, sizeof *self->recipe))) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GET_ITEM(self->recipes, i);
         Recipe *each = &self->recipe[i];
@@ -61,14 +61,8 @@ static int read_recipes(Layout *self, Py_ssize_t *least) {
     return 0;
 }
 
-int layout_init(Layout *self, PyObject *order, Py_ssize_t *least) {
-    return read_order(self, order) || read_recipes(self, least) ? -1 : 0;
-}
-
-void layout_clear(Layout *self) {
-    PyMem_Free(self->order);
-    PyMem_Free(self->recipe);
-    PyMem_Free(self->viewed);
+int layout_init(Layout *self, Pool *pool, PyObject *order, Py_ssize_t *least) {
+    return read_order(self, pool, order) || read_recipes(self, pool, least) ? -1 : 0;
 }
 
 static int allocate_scratch(const Layout *self, Handle stream, Handle *address) {

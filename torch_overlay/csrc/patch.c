@@ -6,14 +6,9 @@
 
 #include "patch.h"
 
-static void node_clear(Node *node) {
-    free(node->block);
-    PyMem_Free(node->label);
-}
-
 /* Reads (kind, handle, context, label, block, offsets of the arguments in the block), node `number` of a list, into a
-   node of zeros. Returns 0, or -1 with a Python error; the node is to be cleared either way. */
-static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
+   node of zeros. Returns 0, or -1 with a Python error. */
+static int node_read(Node *node, Pool *pool, PyObject *item, Py_ssize_t number) {
     static const size_t least[] = {sizeof(KernelParams), 40, 200};
     unsigned long long handle, context;
     const char *label, *block;
@@ -26,21 +21,16 @@ static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
         return -1;
     if (node->kind < 0 || node->kind > COPY || (size_t)length < least[node->kind])
         return refuse("not a node that can be patched");
-    if (!(offset = read_row(arguments, "an argument of a block", 0, length + 1, &count))) return -1;
+    if (!(offset = read_row(pool, arguments, "an argument of a block", 0, length + 1, &count))) return -1;
     at = round_up((size_t)length, 64);
     bytes = round_up(at + (size_t)count * sizeof(void *), 64);
     node->handle = (Handle)(uintptr_t)handle;
     node->context = (Handle)(uintptr_t)context;
-    if (!(node->label = PyMem_Malloc((size_t)label_length + 1)) || !(node->block = aligned_alloc(64, bytes))) {
-        PyMem_Free(offset);
-        PyErr_NoMemory();
+    if (!(node->label = pool_zeros(pool, label_length, 1)) || !(node->block = pool_zeros(pool, (Py_ssize_t)bytes, 1)))
         return -1;
-    }
-    memcpy(node->label, label, (size_t)label_length + 1);
-    memset(node->block, 0, bytes);
+    memcpy(node->label, label, (size_t)label_length);
     memcpy(node->block, block, (size_t)length);
     for (Py_ssize_t i = 0; i < count; i++) ((void **)(node->block + at))[i] = node->block + offset[i];
-    PyMem_Free(offset);
     if (node->kind == KERNEL) {
         KernelParams *params = (KernelParams *)node->block;
         params->arguments = count ? (void **)(node->block + at) : NULL;
@@ -65,14 +55,6 @@ static int node_set(const Node *node, Handle exec) {
 }
 
 void blocks_clear(Blocks *self) {
-    for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
-    PyMem_Free(self->node);
-    PyMem_Free(self->slot);
-    PyMem_Free(self->first);
-    PyMem_Free(self->dirty);
-    PyMem_Free(self->base);
-    PyMem_Free(self->turn_of);
-    PyMem_Free(self->word);
     if (self->lock) PyThread_free_lock(self->lock);
 }
 
@@ -113,7 +95,7 @@ static int read_words(Blocks *self, PyObject *words) {
     return 0;
 }
 
-int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers) {
+int blocks_init(Blocks *self, Pool *pool, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers) {
     Py_ssize_t nodes = PyTuple_GET_SIZE(given), slots = PyTuple_GET_SIZE(pointers), words = PyTuple_GET_SIZE(numbers);
     if (regions < 0) return refuse("a negative number of regions");
     self->regions = (size_t)regions;
@@ -121,17 +103,20 @@ int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *poi
     self->nodes = (size_t)nodes;
     self->slots = (size_t)slots;
     self->words = (size_t)words;
-    if (!(self->node = zeros(nodes, sizeof *self->node)) || !(self->slot = zeros(slots, sizeof *self->slot))
-        || !(self->first = zeros(regions, sizeof *self->first)) || !(self->dirty = zeros(nodes, sizeof *self->dirty))
-        || !(self->turn_of = zeros(nodes, sizeof *self->turn_of)) || !(self->base = zeros(regions, sizeof *self->base))
-        || !(self->word = zeros(words, sizeof *self->word)))
+    if (!(self->node = pool_zeros(pool, nodes, sizeof *self->node))
+        || !(self->slot = pool_zeros(pool, slots, sizeof *self->slot))
+        || !(self->first = pool_zeros(pool, regions, sizeof *self->first))
+        || !(self->dirty = pool_zeros(pool, nodes, sizeof *self->dirty))
+        || !(self->turn_of = pool_zeros(pool, nodes, sizeof *self->turn_of))
+        || !(self->base = pool_zeros(pool, regions, sizeof *self->base))
+        || !(self->word = pool_zeros(pool, words, sizeof *self->word)))
         return -1;
     if (!(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < nodes; i++)
-        if (node_read(&self->node[i], PyTuple_GET_ITEM(given, i), i)) return -1;
+        if (node_read(&self->node[i], pool, PyTuple_GET_ITEM(given, i), i)) return -1;
     return read_slots(self, pointers) || read_words(self, numbers) ? -1 : 0;
 }
 

@@ -40,7 +40,7 @@ typedef struct {
 
 /* Makes blocks, of which only `exec` is set, of tuples for nodes, pointer slots and number slots. Returns 0, or -1 with
    an error; they are to be cleared either way. */
-int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers);
+int blocks_init(Blocks *self, Pool *pool, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers);
 void blocks_clear(Blocks *self);
 /* Writes the bases of the regions and the values of the words into the blocks. Returns how many nodes are now on the
    list `dirty`: those of what is other than before, and all if the blocks are stale. */
