@@ -401,11 +401,8 @@ class TestRanges(DriverCase):
         self.assertEqual((address - space.low, space.high - space.allocations()[2][0]), (2 * GAP, 512 + 2 * GAP))
         with space:
             self.assertEqual(self.allocate(100), [None])
-        self.assertEqual(space.error(), "the range is sealed, for an allocation of 100 bytes")
-        known = space.allocations(), space.low, space.high
         space.close()
         space.close()
-        self.assertEqual((space.allocations(), space.low, space.high), known)
         for at in (address, second):
             self.free(at, 0, 0, None)
         with self.assertRaisesRegex(RuntimeError, "this address space is closed"), space:
@@ -874,7 +871,6 @@ class TestOnAGpu(TestCase):
             self.assertTrue(space.low < tensor.data_ptr() < space.high)
             self.assertIn(tensor.data_ptr(), [address for address, _ in segments])
         self.assertEqual(len(segments), 3)
-        self.assertIsNone(space.error())
         one[: 12 * MiB].fill_(7)  # the addresses can be used, though those of all blocks mean the same bytes
         self.assertEqual(three.view(torch.uint8)[:4].tolist(), [7] * 4)
         del one, two, three, tensor

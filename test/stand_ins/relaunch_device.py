@@ -435,7 +435,7 @@ class FakeDevice:
         self.numbers: dict[str, int] = {}
         self.numbered: list[Any] = [None]
         self.arrangements: list[Any] = []
-        self.concurrent = self.cuts = True  # may nodes run side by side, and can a graph be cut into stages?
+        self.concurrent = True  # may nodes run side by side?
         self.without_conditionals = False
         self.relaxed = 0  # graphs in which something runs side by side
 
@@ -565,10 +565,8 @@ class FakeDevice:
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
 
-    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[executable.Executable]]:
+    def instantiate(self, captured: Any, arrangement: Any) -> list[executable.Executable]:
         operations = captured.recording.operations
-        if arrangement.stages and not self.cuts:
-            arrangement = arrangement.whole
         self.arrangements.append(arrangement)
         at = {node: i for i, node in enumerate(some_order(len(operations), self.edges))}
         made = []
@@ -576,7 +574,7 @@ class FakeDevice:
             order = sorted(template.nodes, key=lambda node: at[node.index])
             made.append(self.executable(dataclasses.replace(template, nodes=tuple(order))))
         self.executables += made
-        return arrangement, [each.bound() for each in made]
+        return [each.bound() for each in made]
 
     def executable(self, template: Any) -> Executable:
         return Executable(self, template)

@@ -20,7 +20,6 @@ from torch_overlay._inductor.relaunch.capture.branches import has_branches
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.capture.streams import check
-from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed, slots_of, with_numbers_of
@@ -95,10 +94,9 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
             template = _prove(request, (first, second), graph)
         lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
         second.recording.discard()
-        if template.numbers and executable.moving(template):
-            raise NumberEscaped(frozenset(request.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, request.namespace)
-        return device.instantiate(first, arrange(_proven(request, first, lives, template, edges)))
+        arrangement = arrange(_proven(request, first, lives, template, edges))
+        return arrangement, device.instantiate(first, arrangement)
 
 
 @contextlib.contextmanager

@@ -219,9 +219,9 @@ class Driver:
         node = self.call("cuGraphAddNode", self.api.CUgraph(graph), [], None, 0, params)
         return int(handle), int(node), [int(each) for each in params.conditional.phGraph_out]
 
-    def add_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
-        """Add the edges: plain ones, or of the kinds that `data` has the driver's data of."""
-        self._change_edges("cuGraphAddDependencies", graph, edges, data and [data[edge] for edge in edges])
+    def add_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
+        """Add plain edges."""
+        self._change_edges("cuGraphAddDependencies", graph, edges)
 
     def remove_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
         """Remove the edges. If they aren't all plain, `data` must have the driver's data of each."""
