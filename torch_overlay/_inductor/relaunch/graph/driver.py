@@ -8,7 +8,7 @@ each node:
     count(graph)            how many nodes there are
     cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; removes the others
 
-`kernels` has (name or None, number of a parameter or None, message) for a node that it can't describe. The driver is
+`kernels` has (name or None, message) for a node that it can't describe. The driver is
 asked for a function's parameters once a call, not once a node. If `cut` fails, its clone must be destroyed.
 The C source is `csrc/graph_reader.c`.
 """
