@@ -6,18 +6,19 @@
 
 #include "patch.h"
 
-/* Reads (kind, handle, context, label, block, offsets of the arguments in the block), node `number` of a list, into a
-   node of zeros. Returns 0, or -1 with a Python error. */
+/* Reads (kind, handle, label, block, offsets of the arguments in the block), node `number` of a list, into a node of
+   zeros, for the current context. Returns 0, or -1 with a Python error. */
 static int node_read(Node *node, Pool *pool, PyObject *item, Py_ssize_t number) {
     static const size_t least[] = {sizeof(KernelParams), 40, 200};
-    unsigned long long handle, context;
+    unsigned long long handle;
     const char *label, *block;
     Py_ssize_t length, label_length, count, *offset;
     PyObject *arguments;
     size_t bytes, at;
+    int code;
     if (!is_tuple(item, "node", number)
-        || !PyArg_ParseTuple(item, "iKKs#y#O;a node is (kind, handle, context, label, block, arguments)", &node->kind,
-                             &handle, &context, &label, &label_length, &block, &length, &arguments))
+        || !PyArg_ParseTuple(item, "iKs#y#O;a node is (kind, handle, label, block, arguments)", &node->kind, &handle,
+                             &label, &label_length, &block, &length, &arguments))
         return -1;
     if (node->kind < 0 || node->kind > COPY || (size_t)length < least[node->kind])
         return refuse("not a node that can be patched");
@@ -25,7 +26,10 @@ static int node_read(Node *node, Pool *pool, PyObject *item, Py_ssize_t number) 
     at = round_up((size_t)length, 64);
     bytes = round_up(at + (size_t)count * sizeof(void *), 64);
     node->handle = (Handle)(uintptr_t)handle;
-    node->context = (Handle)(uintptr_t)context;
+    if ((code = cu.CtxGetCurrent(&node->context))) {
+        driver_error(code, "cuCtxGetCurrent");
+        return -1;
+    }
     if (!(node->label = pool_zeros(pool, label_length, 1)) || !(node->block = pool_zeros(pool, (Py_ssize_t)bytes, 1)))
         return -1;
     memcpy(node->label, label, (size_t)label_length);

@@ -82,10 +82,7 @@ def call_maker(module: Any, exec_handle: int, template: Template) -> Callable[..
     wanted = {slot[0] for slot in (*patched, *template.numbers)}
     by_index = {node.index: node for node in template.nodes if node.index in wanted}
     position = {index: place for place, index in enumerate(by_index)}
-    context = 0
-    if not all(isinstance(node, KernelNode) for node in by_index.values()):
-        context = module.context()
-    blocks = tuple(_block(node, context) for node in by_index.values())
+    blocks = tuple(map(_block, by_index.values()))
     held = {index: _pointers(node) for index, node in by_index.items()}
     places = []
     for index, parameter, offset, region, delta in patched:
@@ -108,8 +105,8 @@ def call_maker(module: Any, exec_handle: int, template: Template) -> Callable[..
     )
 
 
-def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:
-    """Return (kind, handle, context, label, block, offsets of the arguments in the block) of a node."""
+def _block(node: Node) -> tuple[int, int, str, bytes, tuple[int, ...]]:
+    """Return (kind, handle, label, block, offsets of the arguments in the block) of a node."""
     label = f"node {node.index} ({node.name})"
     if isinstance(node, KernelNode):
         size = max([offset + len(value) for offset, value in node.parameters], default=0)
@@ -121,14 +118,14 @@ def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[i
             at = PARAMETERS_AT + offset
             block[at : at + len(value)] = value
         arguments = tuple([PARAMETERS_AT + offset for offset, _ in node.parameters])
-        return KERNEL, node.handle, 0, label, bytes(block), arguments
+        return KERNEL, node.handle, label, bytes(block), arguments
     if isinstance(node, FillNode):
         fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
-        return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
+        return FILL, node.handle, label, struct.pack("<QQIIQQ", *fields), ()
     if isinstance(node, CopyNode):
         destination, source = map(_side, node.sides)
         fields = (*source, *destination, node.width, node.height, node.depth)
-        return COPY, node.handle, context, label, struct.pack("<25Q", *fields), ()
+        return COPY, node.handle, label, struct.pack("<25Q", *fields), ()
     raise TypeError(f"{label} holds no parameter that can be patched")
 
 
