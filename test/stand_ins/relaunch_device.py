@@ -229,7 +229,9 @@ class Recording:
         return address
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride))
+        if 0 in size:  # as the caching allocator has it: at no address
+            return torch.empty_strided(size, stride, dtype=dtype)
+        extent = 1 + sum((n - 1) * s for n, s in zip(size, stride))
         return tensor_at(self.take(extent * dtype.itemsize), size, stride, dtype)
 
     def place(self, view: Any, alignment: int = 256) -> torch.Tensor:

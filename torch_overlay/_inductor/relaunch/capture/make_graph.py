@@ -17,7 +17,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
-from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
+from torch_overlay._inductor.relaunch.capture.capture import Astray, Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.capture.streams import check
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
@@ -70,13 +70,17 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
         return Capture(request, recording, holes=holes, **options).run()
 
     with recordings(request) as new_recording:
-        first = capture(new_recording(1), with_uses=with_uses)
-        for _ in range(ATTEMPTS - 1):
-            if first.plan == request.plan:
+        first = None
+        for _ in range(ATTEMPTS):
+            recording = new_recording(1)
+            try:
+                first = capture(recording, with_uses=with_uses)
                 break
-            request = request._replace(plan=first.plan)  # the capture has learned which allocations are outputs
-            first.recording.discard()
-            first = capture(new_recording(1), with_uses=with_uses)
+            except Astray as astray:  # the capture has learned which allocations are outputs
+                recording.discard()
+                request = request._replace(plan=astray.plan)
+        if first is None:
+            raise Unprovable("output", "an output's memory can't be told from temporary memory")
         request = request._replace(plan=dataclasses.replace(request.plan, asked=first.asked))
         graph = device.read(first)
         second = capture(new_recording(2), numbers=others)
