@@ -720,8 +720,6 @@ class TestArguments(TestCase):
         self.check(TypeError, "recipe 0 must be a tuple, not NoneType", self.call, recipes=(None,))
         self.check(TypeError, r"a recipe is \(kind, number, object, size", self.call, recipes=((0, 0),))
         self.check(ValueError, absent, self.call, recipes=((relaunch.REPEATED, 0, *[None] * 4),))
-        empty = (relaunch.EMPTY, 0, [(0,), (1,)], None, None, None)
-        self.check(TypeError, "what is allocated for recipe 0 must be a tuple, not list", self.call, recipes=(empty,))
 
     def test_allocations(self):
         self.check(TypeError, "allocation 0 must be a tuple, not int", self.call, allocations=(3,), order=(0,))

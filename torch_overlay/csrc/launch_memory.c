@@ -20,9 +20,8 @@ static int read_order(Layout *self, Pool *pool, PyObject *order) {
 }
 
 /* Kinds of recipes: the recipe's object, the output `number`, the input `number`, the tensor of storage `number`, a
-   view of that or of one of the `typed` after them, a new tensor of the object's arguments, and what the object makes
-   of the inputs and the storages. */
-enum { GIVEN, REPEATED, SAME, WHOLE, PART, EMPTY, MADE };
+   view of that or of one of the `typed` after them, and what the object makes of the inputs and the storages. */
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, MADE };
 
 static PyObject *name_view;
 
@@ -47,14 +46,13 @@ static int read_recipes(Layout *self, Pool *pool, Py_ssize_t *least) {
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GET_ITEM(self->recipes, i);
         Recipe *each = &self->recipe[i];
-        Py_ssize_t ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1, 1};
+        Py_ssize_t ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1};
         if (!is_tuple(item, "recipe", i)
             || !PyArg_ParseTuple(item, "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind,
                                  &each->number, &each->object, &each->size, &each->stride, &each->offset))
             return -1;
         if (each->kind < GIVEN || each->kind > MADE || each->number < 0 || each->number >= ends[each->kind])
             return refuse("a recipe of an output names what isn't there");
-        if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
         if (each->kind == SAME && each->number >= *least)
             *least = each->number + 1; /* inputs that are no region may come last */
     }
@@ -153,7 +151,6 @@ PyObject *make_outputs(const Layout *self, PyObject *source, PyObject *storages)
         case PART:
             out = view_of(self, n < count ? PyTuple_GET_ITEM(storages, n) : PyTuple_GET_ITEM(typed, n - count), each);
             break;
-        case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
         case MADE: out = PyObject_Vectorcall(each->object, args, 2, NULL); break;
         }
         set_item(&result, i, out);

@@ -39,7 +39,6 @@ from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.launch.executable import call_maker, emptied, implementation, moving
 from torch_overlay._inductor.relaunch.memory.outputs import (
-    Empty,
     Given,
     maker_of,
     OfInput,
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
 
 
 # As in the C source.
-GIVEN, REPEATED, SAME, WHOLE, PART, EMPTY, MADE = range(7)
+GIVEN, REPEATED, SAME, WHOLE, PART, MADE = range(6)
 
 
 class Misaligned(Exception):
@@ -120,8 +119,6 @@ def _recipe(
             return REPEATED, first, None, None, None, None
         case SameInput(position):
             return SAME, position, None, None, None, None
-        case Empty(view):
-            return EMPTY, 0, (view.size, view.stride, view.dtype), None, None, None
         case OfStorage(number, view):
             if view == layout.primary(number) and layout.outputs_of(number)[0] == output:
                 return WHOLE, number, None, None, None, None
