@@ -19,8 +19,8 @@ A copy engine does a copy between device and host beside the kernels, so it rema
 1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
    when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
    memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
-2. If the driver refuses a copy all the same, as it does each copy of several rows, the region runs without a graph from
-   then on (`runner`). Most often the first launch shows it.
+2. It refuses each copy of several rows, so there is no graph with one. If it refuses a copy all the same, the region
+   runs without a graph from then on (`runner`). Most often the first launch shows it.
 
 Note [Parts of a graph]
 A part is an executable of its own, made from some nodes of a captured graph, with the edges among them (`part_of`). The
@@ -244,22 +244,18 @@ def moving(template: Template) -> dict[CopyNode, set[int]]:
     return found
 
 
-def extent(node: CopyNode, parameter: int) -> int:
-    """Return the bytes that one side of the copy spans, from its first byte to its last."""
-    side, height, depth = node.sides[parameter], max(node.height, 1), max(node.depth, 1)
-    return node.width + side.pitch * (height - 1 + side.rows * (depth - 1))
-
-
 def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Driver | None = None) -> torch.Tensor | None:
     """Point the memcpy nodes of a graph at ordinary memory, before the graph is instantiated or cloned. Return that
     memory, which has to live until the graph is instantiated. `empty(size, stride, dtype)` allocates it."""
     nodes = moving(template)
     if not nodes:
         return None
+    if rows := [node for node in nodes if node.height > 1 or node.depth > 1]:
+        message = "it copies several rows, which the driver doesn't point at other memory"
+        raise Unprovable("shape", message, node=f"{rows[0].index} ({rows[0].name})")
     driver = driver or Driver()
     # Two halves, for the two ends of a copy.
-    half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
-    half = -(-half // 512) * 512
+    half = -(-max(node.width for node in nodes) // 512) * 512
     memory = empty((2 * half,), (1,), torch.uint8)
     for node, parameters in nodes.items():
         addresses = {p: memory.data_ptr() + p * half for p in parameters}
