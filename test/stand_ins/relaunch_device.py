@@ -249,9 +249,6 @@ class Recording:
     def covers(self, address: int) -> bool:
         return self.low <= address < self.high
 
-    def count(self) -> int:
-        return len(self.operations)
-
     def nodes(self) -> list[int]:
         return list(range(len(self.operations)))
 

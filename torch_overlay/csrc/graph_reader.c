@@ -29,12 +29,13 @@ static int append(PyObject *list, PyObject *item) {
     return code;
 }
 
+/* Lists the nodes, and their kinds unless the list of these is NULL. */
 static int read_nodes(Handle graph, PyObject *handles, PyObject *kinds) {
     size_t count, i = 0;
     Handle *node = nodes_of(graph, &count);
-    for (int kind, code; node && i < count; i++) {
-        if ((code = cu.GraphNodeGetType(node[i], &kind))) driver_error(code, "cuGraphNodeGetType");
-        if (code || append(handles, handle_of(node[i])) || append(kinds, PyLong_FromLong(kind))) break;
+    for (int kind, code = 0; node && i < count; i++) {
+        if (kinds && (code = cu.GraphNodeGetType(node[i], &kind))) driver_error(code, "cuGraphNodeGetType");
+        if (code || append(handles, handle_of(node[i])) || (kinds && append(kinds, PyLong_FromLong(kind)))) break;
     }
     PyMem_Free(node);
     return PyErr_Occurred() ? -1 : 0;
@@ -57,6 +58,13 @@ static int read_edges(Handle graph, PyObject *edges) {
     PyMem_Free(node);
     PyMem_Free(data);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *py_nodes(PyObject *module, PyObject *arg) {
+    Handle graph = PyLong_AsVoidPtr(arg);
+    PyObject *handles = PyErr_Occurred() ? NULL : PyList_New(0);
+    if (handles && read_nodes(graph, handles, NULL)) Py_CLEAR(handles);
+    return handles;
 }
 
 static PyObject *py_structure(PyObject *module, PyObject *arg) {
@@ -234,19 +242,8 @@ static PyObject *py_cut(PyObject *module, PyObject *args) {
     return found;
 }
 
-/* ---- count ---- */
-
-static PyObject *py_count(PyObject *module, PyObject *arg) {
-    Handle graph = PyLong_AsVoidPtr(arg);
-    size_t count = 0;
-    int code;
-    if (PyErr_Occurred()) return NULL;
-    return (code = cu.GraphGetNodes(graph, NULL, &count)) ? driver_error(code, "cuGraphGetNodes")
-                                                          : PyLong_FromSize_t(count);
-}
-
 static PyMethodDef methods[] = {
-    {"count", py_count, METH_O, "count(graph): of nodes"},
+    {"nodes", py_nodes, METH_O, "nodes(graph): their handles"},
     {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
     {"kernels", py_kernels, METH_O,
      "kernels(nodes): what each of these kernel nodes launches, or why that is not known"},

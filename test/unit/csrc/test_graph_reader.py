@@ -147,7 +147,7 @@ class TestNativeRead(TestCase):
         wanted = cu.Structure([11, 12, 13], [cu.KERNEL, cu.EMPTY, cu.KERNEL], edges)
         self.assertEqual(self.driver.structure(1), wanted)
         self.assertEqual(self.driver.structure(2), cu.Structure([], [], []))
-        self.assertEqual([self.driver.count(graph) for graph in (1, 2)], [3, 0])
+        self.assertEqual([self.driver.nodes(graph) for graph in (1, 2)], [[11, 12, 13], []])
 
     def test_kernels(self):
         self.assertEqual(self.driver.kernels([11, 13]), [ADD, PACKED])
@@ -233,12 +233,12 @@ class TestNativeRead(TestCase):
             with self.assertRaisesRegex(RuntimeError, rf"{name}: refused \(999\)"):
                 self.driver.structure(1)
         with self.assertRaisesRegex(RuntimeError, "cuGraphGetNodes"):
-            self.driver.count(3)
+            self.driver.nodes(3)
 
     def test_arguments_that_make_no_sense(self):
         for call in (
             lambda: self.fast.structure("1"),
-            lambda: self.fast.count(None),
+            lambda: self.fast.nodes(None),
             lambda: self.fast.kernels(5),
             lambda: self.fast.kernels(["node"]),
             lambda: self.fast.cut(1, 1000, [11]),

@@ -140,10 +140,6 @@ class Recording(AddressSpace):
         apart.count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
         apart.segments = dict(self.allocations(before))
 
-    def count(self) -> int:
-        """Return how many nodes the graph has so far."""
-        return self.owner.driver.count(self._captured)
-
     def nodes(self) -> list[int]:
         """Return the handles of the nodes that the graph has so far."""
         return self.owner.driver.nodes(self._captured)
