@@ -32,7 +32,9 @@ from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.keys import bit_key
 from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.notes import CompiledNotes
+from torch_overlay._inductor.relaunch.runner import COPY_SETTER
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
+from torch_overlay.csrc import DriverError
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -718,10 +720,9 @@ class TestOutputs(RelaunchTestCase):
         self.assertEqual((where, self.counted("relaunches")), ([], 3))
         self.assertEqual(len(self.device.random), 2, "two captures: the program, and the proof")
 
-    def test_storage_that_nobody_placed_is_copied_out(self):
+    def test_storage_that_nobody_placed_is_refused(self):
         """Allocated after the back of generated code and of operators: here by a function that keeps its name."""
-        self.check(
-            """
+        source = """
 allocate = empty_strided_cuda
 def region(args):
     x, = args
@@ -729,27 +730,12 @@ def region(args):
     buf0 = allocate((4,), (1,), torch.float32)
     torch.neg(x, out=buf0)
     return (buf0, buf0[1:3])
-""",
-            lambda: [torch.randn(4)],
-            lambda x: (-x, (-x)[1:3]),
-        )
-
-    def test_output_that_is_copied_out_and_returned_twice_is_one_tensor(self):
-        _, results = self.check(
-            """
-allocate = empty_strided_cuda
-def region(args):
-    x, = args
-    args.clear()
-    buf0 = allocate((4,), (1,), torch.float32)
-    torch.neg(x, out=buf0)
-    return (buf0, buf0)
-""",
-            lambda: [torch.randn(4)],
-            lambda x: (-x, -x),
-        )
-        for _, (first, second) in results:
-            self.assertIs(first, second)
+"""
+        run, x = self.runner(source), torch.randn(4)
+        for _ in range(3):
+            self.assertEqual(run([x]), (-x, (-x)[1:3]))
+        (refusal,) = causes.refusals()
+        self.assertIn("[output]: an output's memory can't be told from temporary memory", refusal)
 
     def test_empty_zero_dimensional_and_expanded(self):
         self.check(
@@ -1284,7 +1270,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def run_with(self, error, calls=4):
         """Calls of a region whose first launch raises the error; what they raised."""
-        self.enterContext(mock.patch.object(relaunch, "rebuild_of", mock.Mock()))
+        self.enterContext(mock.patch.object(relaunch, "moving", lambda template: {"a copy"}))
         self.enterContext(mock.patch.object(Executable, "direct", False))
         run, raised, errors = self.runner(ADD), [], [error]
         replay = Executable.replay
@@ -1308,8 +1294,20 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
     def test_refused_copies(self):
         self.assertEqual(self.run_with(RuntimeError("no such copy")), [])
         (refusal,) = causes.refusals()
-        self.assertIn("[host-memory]: its copies to or from the host can't be patched: no such copy", refusal)
+        self.assertIn("[host-memory]: its copies can't be patched: no such copy", refusal)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
+
+    def test_copies_that_are_refused_at_a_later_launch(self):
+        run, error = self.runner(ADD), DriverError(COPY_SETTER, 1, "no such copy")
+        for i in range(4):
+            if i == 2:
+                (state,) = run.states.values()
+                graph, run.states.try_launch = state.relaunch, None
+                graph.try_launch, graph.launch = mock.Mock(return_value=None), mock.Mock(side_effect=error)
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        graph.launch.assert_called_once()
+        self.assertEqual(([r.code for r in causes.refused()], state.relaunch), (["host-memory"], None))
 
     def test_out_of_memory(self):
         self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])

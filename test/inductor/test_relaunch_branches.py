@@ -129,7 +129,7 @@ class TestNested(unittest.TestCase):
         (chooser,) = made.conditional_nodes(GRAPH)
         self.assertIn((made.now[setter], chooser), made.edges(GRAPH))
 
-    def test_programmatic_edges_stay_inside_of_a_branch_alone(self):
+    def test_programmatic_edges_become_plain(self):
         made = Captured()
         made.choice(lambda: (made.work(), made.work()), nothing)
         after = made.work()
@@ -138,7 +138,7 @@ class TestNested(unittest.TestCase):
         made.nested()
         (chooser,) = made.conditional_nodes(GRAPH)
         kinds = {(u, v): kind for u, v, kind in made.api.edge_list}
-        self.assertEqual(kinds[made.now[first], made.now[second]], "programmatic")
+        self.assertEqual(kinds[made.now[first], made.now[second]], "plain")
         self.assertEqual(kinds[chooser, after], "plain")
 
     @settings(max_examples=100, deadline=None)

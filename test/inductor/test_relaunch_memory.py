@@ -24,7 +24,7 @@ from stand_ins.relaunch_device import Executable
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import collect_bw_donated_buffer_idxs
 from torch_overlay._inductor.relaunch import causes, policy, runner
-from torch_overlay._inductor.relaunch.capture import address_space, device
+from torch_overlay._inductor.relaunch.capture import address_space
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
@@ -40,7 +40,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     TensorView,
 )
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay._inductor.relaunch.runner import COPY_SETTER, Runner
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.csrc import DriverError
 from torch_overlay.testing import simulated_gpu
@@ -405,7 +405,7 @@ class TestStages(RelaunchTestCase):
 
     def test_backward_does_not_run_again_once_a_stage_has(self):
         """The stage may have written over what was saved."""
-        self.enterContext(mock.patch.object(relaunch, "rebuild_of", mock.Mock()))
+        self.enterContext(mock.patch.object(relaunch, "moving", lambda template: {"a copy"}))
         self.enterContext(mock.patch.object(Executable, "direct", False))
         run, launched = self.backward(DEFERRED, mutated=range(8)), []
         replay = Executable.replay
@@ -421,38 +421,20 @@ class TestStages(RelaunchTestCase):
             run(backward_inputs()[:9])
         self.assertEqual(len(launched), 2)
 
-    def test_graph_that_the_driver_cannot_cut(self):
-        """It is launched as a whole, with all its slabs."""
-        self.device.cuts = False
+    def test_copy_that_is_refused_at_a_later_launch(self):
+        """The call has consumed its inputs, so it fails; all later ones run without a graph."""
         run = self.backward(DEFERRED, mutated=())
-        with mock.patch.object(packing, "SLAB", 64 * 64 * 4):
-            for _ in range(4):
-                *saved, tangent, _ = inputs = backward_inputs()
-                flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
-                self.assertEqual(list(run(inputs[:9])), [3 * d for d in [*flows][:0:-1]])
-        (arrangement,) = self.device.arrangements
-        self.assertEqual(arrangement.stages, ())
-        self.assertEqual(self.counted("relaunches"), 3)
-
-    def test_driver_that_cannot_cut(self):
-        run = self.backward()
-        for _ in range(2):
-            run(backward_inputs())
-        (cut,) = self.device.arrangements
-        self.assertGreater(len(cut.stages), 2)
-        captured = SimpleNamespace(recording=mock.Mock(fixed=(), lines=None))
-        refused = DriverError("cuGraphAddNode", 1, "no")
-        with (
-            mock.patch.object(Cuda, "_part", side_effect=refused),
-            mock.patch.object(device, "Executable") as made,
-            mock.patch.object(device, "upload"),
-            self.assertLogs(device.log, "WARNING") as logs,
-        ):
-            arrangement, executables = Cuda(0).instantiate(captured, cut)
-        self.assertIs(arrangement, cut.whole)
-        self.assertIn("could not be cut", logs.output[0])
-        self.assertEqual(executables, [made.return_value])
-        self.assertIs(made.call_args.args[1], cut.whole.template)
+        for _ in range(3):
+            run(backward_inputs()[:9])
+        error = DriverError(COPY_SETTER, 1, "no such copy")
+        (state,) = run.states.values()
+        state.relaunch.launch = mock.Mock(side_effect=error)
+        with self.assertRaisesRegex(DriverError, "no such copy"):
+            run(backward_inputs()[:9])
+        *saved, tangent, _ = inputs = backward_inputs()
+        flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
+        self.assertEqual(list(run(inputs[:9])), [3 * d for d in [*flows][:0:-1]])
+        self.assertEqual((state.refused, state.relaunch), ("host-memory", None))
 
     def test_saved_inputs_are_freed_before_later_stages(self):
         run = self.backward()

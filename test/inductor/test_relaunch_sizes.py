@@ -172,12 +172,6 @@ class TestSizes(RelaunchTestCase):
             kept = [state.relaunch.template, *[stage.template for stage in state.relaunch.stages]]
             self.assertEqual({(t.nodes, t.slots) for t in kept}, {((), ())})
 
-    def test_backward_that_the_driver_cannot_cut(self):
-        self.cut_into_stages()
-        self.device.cuts = False
-        run = self.backward(512, 512, 600, 600, 700, 700, 512, 600, 640, 640, 700)
-        self.check_graphs(run, (512, 600, 640, 700))
-
     def test_graphs_keep_no_nodes_but_to_be_verified(self):
         for verify in (False, True):
             run = self.sized(verify=verify)

@@ -89,10 +89,6 @@ class FakeApi:
     def invalid(self, *values):
         return (self.real.CUresult.CUDA_ERROR_INVALID_VALUE, *values)
 
-    def cuGraphGetNodes(self, graph, count):
-        assert isinstance(graph, self.real.CUgraph)
-        return self.ok([self.real.CUgraphNode(n) for n in self.kind][:count], len(self.kind))
-
     # The functions of the C module that read a graph.
 
     def structure(self, graph):

@@ -229,7 +229,9 @@ class Recording:
         return address
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride))
+        if 0 in size:  # as the caching allocator has it: at no address
+            return torch.empty_strided(size, stride, dtype=dtype)
+        extent = 1 + sum((n - 1) * s for n, s in zip(size, stride))
         return tensor_at(self.take(extent * dtype.itemsize), size, stride, dtype)
 
     def place(self, view: Any, alignment: int = 256) -> torch.Tensor:
@@ -246,9 +248,6 @@ class Recording:
 
     def covers(self, address: int) -> bool:
         return self.low <= address < self.high
-
-    def count(self) -> int:
-        return len(self.operations)
 
     def nodes(self) -> list[int]:
         return list(range(len(self.operations)))
@@ -435,7 +434,7 @@ class FakeDevice:
         self.numbers: dict[str, int] = {}
         self.numbered: list[Any] = [None]
         self.arrangements: list[Any] = []
-        self.concurrent = self.cuts = True  # may nodes run side by side, and can a graph be cut into stages?
+        self.concurrent = True  # may nodes run side by side?
         self.without_conditionals = False
         self.relaxed = 0  # graphs in which something runs side by side
 
@@ -565,10 +564,8 @@ class FakeDevice:
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
 
-    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[executable.Executable]]:
+    def instantiate(self, captured: Any, arrangement: Any) -> list[executable.Executable]:
         operations = captured.recording.operations
-        if arrangement.stages and not self.cuts:
-            arrangement = arrangement.whole
         self.arrangements.append(arrangement)
         at = {node: i for i, node in enumerate(some_order(len(operations), self.edges))}
         made = []
@@ -576,7 +573,7 @@ class FakeDevice:
             order = sorted(template.nodes, key=lambda node: at[node.index])
             made.append(self.executable(dataclasses.replace(template, nodes=tuple(order))))
         self.executables += made
-        return arrangement, [each.bound() for each in made]
+        return [each.bound() for each in made]
 
     def executable(self, template: Any) -> Executable:
         return Executable(self, template)

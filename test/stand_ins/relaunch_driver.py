@@ -118,14 +118,6 @@ int cuGraphExecMemcpyNodeSetParams(void *exec, void *node, const unsigned char *
     if (!code) say("copy %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
     DONE
 }
-int cuGraphMemcpyNodeSetParams(void *node, const unsigned char *params) {
-    char hex[500];
-    int code;
-    bytes_of(hex, params, 200);
-    pthread_mutex_lock(&lock);
-    if (!(code = fails("cuGraphMemcpyNodeSetParams"))) say("in_graph %#lx %s", (long)node, hex);
-    DONE
-}
 """
 )
 
@@ -209,9 +201,9 @@ class Patched:
     """An executable whose regions are the inputs of a call. `patch` launches it at other addresses, and returns how
     many nodes were set."""
 
-    def __init__(self, nodes: Any, slots: Any, regions: int, rebuild: Any = None) -> None:
+    def __init__(self, nodes: Any, slots: Any, regions: int) -> None:
         template = Template(regions, tuple(nodes), tuple(slots))
-        make_call = executable.call_maker(module(), EXECUTABLE, template, rebuild)
+        make_call = executable.call_maker(module(), EXECUTABLE, template)
         self.call = call_of(make_call, inputs=tuple((k, 0) for k in range(regions)))
 
     def patch(self, inputs: Any) -> int:

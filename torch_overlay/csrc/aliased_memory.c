@@ -97,6 +97,14 @@ static void restrain(int mode) {
     if (mode >= 0) cu.ThreadExchangeStreamCaptureMode(&mode);
 }
 
+/* Takes an item out of a list, in which it is. */
+#define UNLINK(list, item)                                                                                             \
+    for (__typeof__(&list) at = &list; *at; at = &(*at)->next)                                                         \
+        if (*at == item) {                                                                                             \
+            *at = item->next;                                                                                          \
+            break;                                                                                                     \
+        }
+
 static Range *range_of(uint64_t id) {
     Range *range = ranges;
     while (range && range->id != id) range = range->next;
@@ -116,11 +124,7 @@ static Range *range_of_thread(int device) {
 
 static void drop_block(Block *block) {
     if (block->ranges) return;
-    for (Block **at = &blocks; *at; at = &(*at)->next)
-        if (*at == block) {
-            *at = block->next;
-            break;
-        }
+    UNLINK(blocks, block)
     cu.MemRelease(block->handle);
     free(block);
 }
@@ -128,11 +132,7 @@ static void drop_block(Block *block) {
 static void drop_arena(Arena *arena) {
     int mode;
     if (arena->ranges || arena->held) return;
-    for (Arena **at = &arenas; *at; at = &(*at)->next)
-        if (*at == arena) {
-            *at = arena->next;
-            break;
-        }
+    UNLINK(arenas, arena)
     mode = relax();
     cu.MemAddressFree(arena->base, arena->end - arena->base);
     restrain(mode);
@@ -368,11 +368,7 @@ static PyObject *py_release(PyObject *module, PyObject *arg) {
     }
     Py_BEGIN_ALLOW_THREADS mode = relax();
     seal(range);
-    for (Range **at = &ranges; *at; at = &(*at)->next)
-        if (*at == range) {
-            *at = range->next;
-            break;
-        }
+    UNLINK(ranges, range)
     code = unmap(range, range->low, range->mapped - range->low);
     range->block->ranges--;
     drop_block(range->block);

@@ -22,6 +22,7 @@ typedef struct {
 /* An executable bound to a layout. */
 typedef struct {
     PyObject_HEAD
+    Pool pool;
     Blocks blocks;
     Device device;
     Py_ssize_t least; /* so many inputs a call has at the least */
@@ -118,6 +119,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         Py_END_ALLOW_THREADS
     }
     launching = 1;
+    blocks->refused = 0;
     if ((set = set_listed(blocks, write_blocks(blocks, base, values))) >= 0) {
         self->patched += (unsigned long long)set;
         code = launch_executable(self, stream);
@@ -131,8 +133,8 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
     return code;
 }
 
-/* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, or an input is
-   misaligned. `originals`: the caller's tensors where inputs are copies, or NULL. */
+/* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, an input is
+   misaligned, or the driver refuses a copy. `originals`: the caller's tensors where inputs are copies, or NULL. */
 static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t regions = scratch_region(&self->layout) + 1, count = regions + (size_t)self->numbers.results;
@@ -170,6 +172,10 @@ static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int
         && !free_scratch(&self->layout, &memory) && (result = make_outputs(&self->layout, originals, memory.storages))
         && (counter_add(&self->counter) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
+    if (!result && careful && self->blocks.refused) {
+        PyErr_Clear();
+        result = Py_NewRef(Py_None);
+    }
 done:
     if (base != few) PyMem_Free(base);
     free_memory(&self->layout, &memory);
@@ -183,10 +189,19 @@ static PyTypeObject *call_type;
 #define AT(field) offsetof(Call, field)
 
 /* The objects that a call owns. */
-static const size_t objects[] = {AT(blocks.rebuild),    AT(layout.empty),  AT(layout.storages), AT(layout.raw_alloc),
-                                 AT(layout.raw_delete), AT(layout.typed),  AT(layout.recipes),  AT(layout.reinterpret),
-                                 AT(counter.counters),  AT(counter.group), AT(counter.name),    AT(replay),
-                                 AT(misaligned),        AT(counts)};
+static const size_t objects[] = {AT(layout.empty),
+                                 AT(layout.storages),
+                                 AT(layout.raw_alloc),
+                                 AT(layout.raw_delete),
+                                 AT(layout.typed),
+                                 AT(layout.recipes),
+                                 AT(layout.reinterpret),
+                                 AT(counter.counters),
+                                 AT(counter.group),
+                                 AT(counter.name),
+                                 AT(replay),
+                                 AT(misaligned),
+                                 AT(counts)};
 
 #define OBJECTS (sizeof objects / sizeof *objects)
 
@@ -195,11 +210,9 @@ static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)sel
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
-    layout_clear(&self->layout);
-    program_clear(&self->numbers);
     device_clear(&self->device);
     blocks_clear(&self->blocks);
-    PyMem_Free(self->input);
+    pool_free(&self->pool);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -207,7 +220,7 @@ static void call_dealloc(Call *self) {
 static int bind_inputs(Call *self, PyObject *inputs) {
     static const Py_ssize_t ends[] = {PY_SSIZE_T_MAX, PY_SSIZE_T_MAX};
     if ((size_t)self->layout.inputs > self->blocks.regions) return refuse("so many inputs are no regions");
-    if (!(self->input = zeros(self->layout.inputs, sizeof(Input)))) return -1;
+    if (!(self->input = pool_zeros(&self->pool, self->layout.inputs, sizeof(Input)))) return -1;
     for (Py_ssize_t i = 0; i < self->layout.inputs; i++) {
         Py_ssize_t input[2];
         if (read_record(inputs, i, "input", 2, ends, input)) return -1;
@@ -219,7 +232,7 @@ static int bind_inputs(Call *self, PyObject *inputs) {
 
 /* The results are the values of the number slots. */
 static int read_numbers(Call *self, PyObject *numbers) {
-    if (program_init(&self->numbers, numbers)) return -1;
+    if (program_init(&self->numbers, &self->pool, numbers)) return -1;
     self->least = self->numbers.least;
     return (size_t)self->numbers.results == self->blocks.words ? 0 : refuse("so many number slots have no numbers");
 }
@@ -236,10 +249,10 @@ static int check_regions(const Call *self) {
 }
 
 static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"exec",     "nodes",       "slots",   "regions", "words",   "rebuild", "by_graph",
-                            "inputs",   "allocations", "typed",   "scratch", "numbers", "order",   "recipes",
-                            "empty",    "reinterpret", "replay",  "direct",  "raw",     "device",  "misaligned",
-                            "counters", "group",       "counter", NULL};
+    static char *names[] = {"exec",        "nodes",       "slots",   "regions", "words", "inputs",
+                            "allocations", "typed",       "scratch", "numbers", "order", "recipes",
+                            "empty",       "reinterpret", "replay",  "direct",  "raw",   "device",
+                            "misaligned",  "counters",    "group",   "counter", NULL};
     PyObject *nodes, *slots, *words, *inputs, *numbers, *order, *device;
     unsigned long long exec, alloc, release;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
@@ -251,13 +264,12 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     blocks = &self->blocks;
     layout = &self->layout;
     counter = &self->counter;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KO!O!nO!OpO!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type,
-                                     &nodes, &PyTuple_Type, &slots, &regions, &PyTuple_Type, &words, &blocks->rebuild,
-                                     &blocks->by_graph, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
-                                     &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type,
-                                     &layout->recipes, &layout->empty, &layout->reinterpret, &self->replay,
-                                     &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc, &release, &device,
-                                     &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "KO!O!nO!O!O!O!nOOO!OOOp(OOKK)OOOOO", names, &exec, &PyTuple_Type, &nodes, &PyTuple_Type,
+            &slots, &regions, &PyTuple_Type, &words, &PyTuple_Type, &inputs, &PyTuple_Type, &layout->storages,
+            &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type, &layout->recipes, &layout->empty,
+            &layout->reinterpret, &self->replay, &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc,
+            &release, &device, &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -269,9 +281,9 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
-    if (blocks_init(blocks, regions, nodes, slots, words) || device_init(&self->device, device)
-        || read_numbers(self, numbers) || bind_inputs(self, inputs) || layout_init(layout, order, &self->least)
-        || check_regions(self)) {
+    if (blocks_init(blocks, &self->pool, regions, nodes, slots, words) || device_init(&self->device, device)
+        || read_numbers(self, numbers) || bind_inputs(self, inputs)
+        || layout_init(layout, &self->pool, order, &self->least) || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }

@@ -60,7 +60,8 @@ typedef struct {
 } Launch;
 
 typedef struct {
-    Launch *launch; /* an entry takes them */
+    Pool pool; /* of the launches: an entry takes them */
+    Launch *launch;
     int launches;
     Extent operand[MOST_ARGUMENTS];
     Py_ssize_t operands;
@@ -72,6 +73,7 @@ typedef struct {
 /* Temporary memory is allocated for each launch, and the results among it are returned. */
 typedef struct {
     PyObject_HEAD
+    Pool pool;
     Launch *launch;
     int launches, temporaries;
     PyObject *temporary[MOST_TEMPORARIES]; /* arguments of `empty` */
@@ -191,32 +193,23 @@ static PyObject *tuple_of(PyObject *const *arguments, Py_ssize_t count) {
     return made;
 }
 
-static void clear_launches(Launch *launch, int count) {
-    for (int i = 0; i < count; i++) {
-        PyMem_Free(launch[i].offset);
-        PyMem_Free(launch[i].block);
-        PyMem_Free(launch[i].slot);
-    }
-    PyMem_Free(launch);
-}
-
 static void clear_capture(Capture *capture) {
-    clear_launches(capture->launch, capture->launches);
+    pool_free(&capture->pool);
     Py_CLEAR(capture->temporaries);
     Py_CLEAR(capture->results);
 }
 
 /* Makes room for the parameters. Returns 1; 0 with an error. */
-static int reserve(Launch *launch, size_t count, size_t size) {
+static int reserve(Pool *pool, Launch *launch, size_t count, size_t size) {
     launch->count = count;
     launch->size = size;
-    if (!(launch->offset = zeros(2 * (Py_ssize_t)count, sizeof *launch->offset))) return 0;
+    if (!(launch->offset = pool_zeros(pool, 2 * (Py_ssize_t)count, sizeof *launch->offset))) return 0;
     launch->width = launch->offset + count;
-    return (launch->block = zeros((Py_ssize_t)size, 1)) != NULL;
+    return (launch->block = pool_zeros(pool, (Py_ssize_t)size, 1)) != NULL;
 }
 
 /* Returns 1; 0 if the parameters are too many, or the driver doesn't describe them, or with an error. */
-static int read_parameters(Launch *kernel, const KernelParams *params) {
+static int read_parameters(Pool *pool, Launch *kernel, const KernelParams *params) {
     size_t offset[MOST_PARAMETERS + 1], width[MOST_PARAMETERS + 1], count = 0, size = 0;
     Handle function = params->func;
     const unsigned char *packed = NULL, *from;
@@ -228,7 +221,7 @@ static int read_parameters(Launch *kernel, const KernelParams *params) {
         if (count == MOST_PARAMETERS || end > MOST_BYTES) return 0;
         if (size < end) size = end;
     }
-    if (!reserve(kernel, count, size)) return 0;
+    if (!reserve(pool, kernel, count, size)) return 0;
     memcpy(kernel->offset, offset, count * sizeof *offset);
     memcpy(kernel->width, width, count * sizeof *width);
     for (size_t k = 0; k < count; k++) {
@@ -239,34 +232,34 @@ static int read_parameters(Launch *kernel, const KernelParams *params) {
     return 1;
 }
 
-static int note_addresses(Launch *memory, Address to, Address from, size_t count) {
+static int note_addresses(Pool *pool, Launch *memory, Address to, Address from, size_t count) {
     const Address address[] = {to, from};
-    if (!reserve(memory, 1, sizeof address)) return 0;
+    if (!reserve(pool, memory, 1, sizeof address)) return 0;
     memory->width[0] = count * sizeof to;
     memcpy(memory->block, address, sizeof address);
     return 1;
 }
 
-static int read_fill(Launch *fill, Handle node) {
+static int read_fill(Pool *pool, Launch *fill, Handle node) {
     unsigned size;
     if (cu.GraphMemsetNodeGetParams(node, &fill->fill) || fill->fill.height > 1
-        || !note_addresses(fill, fill->fill.to, 0, 1))
+        || !note_addresses(pool, fill, fill->fill.to, 0, 1))
         return 0;
     fill->fill.to = 0;
     size = fill->fill.element_size;
     return size == 1 || size == 2 || size == 4;
 }
 
-static int read_copy(Launch *copy, Handle node) {
+static int read_copy(Pool *pool, Launch *copy, Handle node) {
     CopyParams p;
     if (cu.GraphMemcpyNodeGetParams(node, &p) || p.height > 1 || p.depth > 1 || p.from.y || p.from.z || p.to.y
         || p.to.z)
         return 0;
     copy->fill.width = p.width;
-    return note_addresses(copy, p.to.device + p.to.x, p.from.device + p.from.x, 2);
+    return note_addresses(pool, copy, p.to.device + p.to.x, p.from.device + p.from.x, 2);
 }
 
-static int read_kernel(Launch *kernel, Handle node) {
+static int read_kernel(Pool *pool, Launch *kernel, Handle node) {
     KernelParams params;
     memset(&params, 0, sizeof params);
     if (cu.GraphKernelNodeGetParams(node, &params)) return 0;
@@ -282,7 +275,7 @@ static int read_kernel(Launch *kernel, Handle node) {
         for (int k = 0; k < 16; k++) any |= to->value[k] != 0;
         if (any && !(to->id == CARVE_OUT && to->value[0] == (unsigned)-1)) kernel->config.count++;
     }
-    return read_parameters(kernel, &params);
+    return read_parameters(pool, kernel, &params);
 }
 
 /* Returns 1 if each edge leads from a node to a later one, so that they can be launched in their order. */
@@ -309,7 +302,7 @@ static int read_graph(Capture *capture, Handle graph) {
         || (nodes && cu.GraphGetNodes(graph, node, &nodes)))
         return refused(capture, "it launches too much");
     if (!is_in_order(graph, node, nodes)) return refused(capture, "its launches are in no known order");
-    if (!(capture->launch = zeros((Py_ssize_t)nodes, sizeof *capture->launch))) return -1;
+    if (!(capture->launch = pool_zeros(&capture->pool, (Py_ssize_t)nodes, sizeof *capture->launch))) return -1;
     for (size_t i = 0; i < nodes; i++) {
         Launch *launch;
         if (cu.GraphNodeGetType(node[i], &kind)) kind = -1;
@@ -317,9 +310,9 @@ static int read_graph(Capture *capture, Handle graph) {
         if (kind != KERNEL_NODE && kind != FILL_NODE && kind != COPY_NODE)
             return refused(capture, "it does more than to launch kernels");
         launch = &capture->launch[capture->launches++];
-        if (!(kind == KERNEL_NODE ? read_kernel(launch, node[i])
-              : kind == FILL_NODE ? read_fill(launch, node[i])
-                                  : read_copy(launch, node[i])))
+        if (!(kind == KERNEL_NODE ? read_kernel(&capture->pool, launch, node[i])
+              : kind == FILL_NODE ? read_fill(&capture->pool, launch, node[i])
+                                  : read_copy(&capture->pool, launch, node[i])))
             return refused(capture, "a launch isn't known in full");
     }
     return 1;
@@ -512,9 +505,8 @@ static int find_slots(Calls *self, Capture *capture, Launch *kernel, int *unknow
         *unknown |= !known;
         return refused(capture, known ? PyUnicode_AsUTF8(known) : "a function isn't known");
     }
-    PyMem_Free(kernel->slot); /* of what was known before */
     kernel->slots = 0;
-    if (!(kernel->slot = zeros((Py_ssize_t)pointers, sizeof *kernel->slot))) return -1;
+    if (!(kernel->slot = pool_zeros(&capture->pool, (Py_ssize_t)pointers, sizeof *kernel->slot))) return -1;
     for (size_t k = 0; k < kernel->count; k++)
         for (size_t at = kernel->offset[k]; at + 8 <= kernel->offset[k] + kernel->width[k]; at += 4) {
             uint64_t word = word_at(kernel, at);
@@ -538,7 +530,7 @@ static int find_slots(Calls *self, Capture *capture, Launch *kernel, int *unknow
 
 static void entry_dealloc(Entry *self) {
     PyTypeObject *type = Py_TYPE(self);
-    clear_launches(self->launch, self->launches);
+    pool_free(&self->pool);
     for (int i = 0; i < self->temporaries; i++) Py_XDECREF(self->temporary[i]);
     Py_XDECREF(self->results);
     type->tp_free(self);
@@ -609,10 +601,10 @@ static PyObject *entry_of(Calls *self, Capture *capture, int *unknown) {
     for (int i = 0; i < capture->launches; i++)
         if (find_slots(self, capture, &capture->launch[i], unknown) <= 0) return NULL;
     if (!(entry = (Entry *)entry_type->tp_alloc(entry_type, 0))) return NULL;
+    entry->pool = capture->pool;
     entry->launch = capture->launch;
     entry->launches = capture->launches;
-    capture->launch = NULL;
-    capture->launches = 0;
+    capture->pool = NULL;
     if (number_temporaries(entry, capture)) return (PyObject *)entry;
     refused(capture, "its results or its temporary memory aren't known");
     Py_DECREF(entry);

@@ -1,7 +1,7 @@
 /* The device that launches are for, as a thread finds it. */
 
 #include "device.h"
-#include "module.h"
+#include "read.h"
 
 static int get_context(Handle *now) {
     int code = cu.CtxGetCurrent(now);
@@ -73,12 +73,3 @@ int find_stream(const Device *self, Handle *stream) {
     }
     return current_stream(self, stream) ? -1 : 1;
 }
-
-static PyObject *py_context(PyObject *module, PyObject *unused) {
-    Handle context;
-    return get_context(&context) ? NULL : PyLong_FromVoidPtr(context);
-}
-
-static PyMethodDef methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
-
-PART(.module = "relaunch", .methods = methods)

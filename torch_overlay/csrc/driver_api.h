@@ -125,7 +125,6 @@ _Static_assert(sizeof(LaunchConfig) == 56 && sizeof(LaunchAttribute) == 72, "cud
     F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
     F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \
     F(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams", (Handle, Handle, const void *, Handle))          \
-    F(GraphMemcpyNodeSetParams, "cuGraphMemcpyNodeSetParams", (Handle, const void *))                                  \
     F(GraphLaunch, "cuGraphLaunch", (Handle, Handle))                                                                  \
     F(LaunchKernelEx, "cuLaunchKernelEx", (const LaunchConfig *, Handle, void **, void **))
 

@@ -29,12 +29,13 @@ static int append(PyObject *list, PyObject *item) {
     return code;
 }
 
+/* Lists the nodes, and their kinds unless the list of these is NULL. */
 static int read_nodes(Handle graph, PyObject *handles, PyObject *kinds) {
     size_t count, i = 0;
     Handle *node = nodes_of(graph, &count);
-    for (int kind, code; node && i < count; i++) {
-        if ((code = cu.GraphNodeGetType(node[i], &kind))) driver_error(code, "cuGraphNodeGetType");
-        if (code || append(handles, handle_of(node[i])) || append(kinds, PyLong_FromLong(kind))) break;
+    for (int kind, code = 0; node && i < count; i++) {
+        if (kinds && (code = cu.GraphNodeGetType(node[i], &kind))) driver_error(code, "cuGraphNodeGetType");
+        if (code || append(handles, handle_of(node[i])) || (kinds && append(kinds, PyLong_FromLong(kind)))) break;
     }
     PyMem_Free(node);
     return PyErr_Occurred() ? -1 : 0;
@@ -57,6 +58,13 @@ static int read_edges(Handle graph, PyObject *edges) {
     PyMem_Free(node);
     PyMem_Free(data);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *py_nodes(PyObject *module, PyObject *arg) {
+    Handle graph = PyLong_AsVoidPtr(arg);
+    PyObject *handles = PyErr_Occurred() ? NULL : PyList_New(0);
+    if (handles && read_nodes(graph, handles, NULL)) Py_CLEAR(handles);
+    return handles;
 }
 
 static PyObject *py_structure(PyObject *module, PyObject *arg) {
@@ -140,19 +148,14 @@ static Function *find(Functions *functions, Handle func, Handle kern) {
     return describe(each) ? NULL : each;
 }
 
-/* Finds the packed block of the node's parameters; NULL if it holds an array of addresses. Returns NULL; or a message
-   if there is no value for each parameter, and `missing` is the one, or -1. */
-static PyObject *find_block(const KernelParams *params, const Function *function, char **base, Py_ssize_t *missing) {
+/* Returns 1 if the node has a value for each parameter: in an array of addresses, or in a packed block, `base`. */
+static int has_values(const KernelParams *params, const Function *function, const char **base) {
     size_t size = 0;
     *base = NULL;
-    *missing = -1;
     if (function->count && params->arguments) {
         for (size_t k = 0; k < function->count; k++)
-            if (!params->arguments[k]) {
-                *missing = (Py_ssize_t)k;
-                return PyUnicode_FromString("no value");
-            }
-        return NULL;
+            if (!params->arguments[k]) return 0;
+        return 1;
     }
     for (void **extra = params->extra; extra && *extra != (void *)END; extra += 2) {
         if (*extra == (void *)BUFFER_POINTER)
@@ -160,13 +163,9 @@ static PyObject *find_block(const KernelParams *params, const Function *function
         else if (*extra == (void *)BUFFER_SIZE)
             size = extra[1] ? *(size_t *)extra[1] : 0;
         else
-            return PyUnicode_FromFormat("launch option 0x%x is not known", (unsigned)(uintptr_t)*extra);
+            return 0;
     }
-    if (!function->count)
-        return size ? PyUnicode_FromFormat("%zu bytes of parameters, but the driver reports no layout", size) : NULL;
-    if (!*base) return PyUnicode_FromFormat("%zu parameters, but the node holds none", function->count);
-    if (function->end <= size) return NULL;
-    return PyUnicode_FromFormat("a block of %zu bytes for parameters that end at %zu", size, function->end);
+    return function->count ? *base && function->end <= size : !size;
 }
 
 /* Returns a new tuple of (offset, value). */
@@ -183,18 +182,15 @@ static PyObject *values_of(const KernelParams *params, const Function *function,
 static PyObject *kernel_of(Functions *functions, Handle node) {
     KernelParams p;
     Function *function;
-    PyObject *message;
-    char *base;
-    Py_ssize_t missing;
+    const char *base;
     int code;
     memset(&p, 0, sizeof p);
     if ((code = cu.GraphKernelNodeGetParams(node, &p))) return driver_error(code, "cuGraphKernelNodeGetParams");
     if (!(function = find(functions, p.func, p.kern))) return NULL;
-    if (function->refusal) return Py_BuildValue("zzO", NULL, NULL, function->refusal);
-    if ((message = find_block(&p, function, &base, &missing)))
-        return missing < 0 ? Py_BuildValue("OzN", function->name, NULL, message)
-                           : Py_BuildValue("OnN", function->name, missing, message);
-    if (PyErr_Occurred()) return NULL;
+    if (function->refusal) return Py_BuildValue("zO", NULL, function->refusal);
+    if (!has_values(&p, function, &base))
+        return Py_BuildValue("ON", function->name,
+                             PyUnicode_FromFormat("it has no values as the driver's %zu parameters", function->count));
     return Py_BuildValue("NNN(III)(III)ION", handle_of(p.func), handle_of(p.kern), handle_of(p.ctx), p.grid[0],
                          p.grid[1], p.grid[2], p.block[0], p.block[1], p.block[2], p.shared_bytes, function->name,
                          values_of(&p, function, base));
@@ -246,19 +242,8 @@ static PyObject *py_cut(PyObject *module, PyObject *args) {
     return found;
 }
 
-/* ---- count ---- */
-
-static PyObject *py_count(PyObject *module, PyObject *arg) {
-    Handle graph = PyLong_AsVoidPtr(arg);
-    size_t count = 0;
-    int code;
-    if (PyErr_Occurred()) return NULL;
-    return (code = cu.GraphGetNodes(graph, NULL, &count)) ? driver_error(code, "cuGraphGetNodes")
-                                                          : PyLong_FromSize_t(count);
-}
-
 static PyMethodDef methods[] = {
-    {"count", py_count, METH_O, "count(graph): of nodes"},
+    {"nodes", py_nodes, METH_O, "nodes(graph): their handles"},
     {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
     {"kernels", py_kernels, METH_O,
      "kernels(nodes): what each of these kernel nodes launches, or why that is not known"},

@@ -7,11 +7,11 @@
 #include "module.h"
 
 /* Each allocated region has to be in the order once: the storages, and the scratch if there is any. */
-static int read_order(Layout *self, PyObject *order) {
+static int read_order(Layout *self, Pool *pool, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->storages), all = made + (self->scratch != 0);
     for (Py_ssize_t i = 0; i < made; i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
-    if (!(self->order = read_row(order, "the order", 0, all, &self->allocated))) return -1;
+    if (!(self->order = read_row(pool, order, "the order", 0, all, &self->allocated))) return -1;
     if (self->allocated != all) return refuse("so many regions are not allocated");
     for (Py_ssize_t i = 0; i < all; i++)
         for (Py_ssize_t j = 0; j < i; j++)
@@ -20,15 +20,14 @@ static int read_order(Layout *self, PyObject *order) {
 }
 
 /* Kinds of recipes: the recipe's object, the output `number`, the input `number`, the tensor of storage `number`, a
-   view of that or of one of the `typed` after them, a new tensor of the object's arguments, and what the object makes
-   of the inputs and the storages. */
-enum { GIVEN, REPEATED, SAME, WHOLE, PART, EMPTY, MADE };
+   view of that or of one of the `typed` after them, and what the object makes of the inputs and the storages. */
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, MADE };
 
 static PyObject *name_view;
 
-static int read_typed(Layout *self) {
+static int read_typed(Layout *self, Pool *pool) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->typed);
-    if (!(self->viewed = zeros(count, sizeof *self->viewed))) return -1;
+    if (!(self->viewed = pool_zeros(pool, count, sizeof *self->viewed))) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GET_ITEM(self->typed, i), *dtype;
         if (!is_tuple(item, "typed view", i)
@@ -40,35 +39,28 @@ static int read_typed(Layout *self) {
     return 0;
 }
 
-static int read_recipes(Layout *self, Py_ssize_t *least) {
+static int read_recipes(Layout *self, Pool *pool, Py_ssize_t *least) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->recipes), storages = PyTuple_GET_SIZE(self->storages);
     Py_ssize_t parts = storages + PyTuple_GET_SIZE(self->typed);
-    if (read_typed(self) || !(self->recipe = zeros(count, sizeof *self->recipe))) return -1;
+    if (read_typed(self, pool) || !(self->recipe = pool_zeros(pool, count, sizeof *self->recipe))) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GET_ITEM(self->recipes, i);
         Recipe *each = &self->recipe[i];
-        Py_ssize_t ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1, 1};
+        Py_ssize_t ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1};
         if (!is_tuple(item, "recipe", i)
             || !PyArg_ParseTuple(item, "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind,
                                  &each->number, &each->object, &each->size, &each->stride, &each->offset))
             return -1;
         if (each->kind < GIVEN || each->kind > MADE || each->number < 0 || each->number >= ends[each->kind])
             return refuse("a recipe of an output names what isn't there");
-        if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
         if (each->kind == SAME && each->number >= *least)
             *least = each->number + 1; /* inputs that are no region may come last */
     }
     return 0;
 }
 
-int layout_init(Layout *self, PyObject *order, Py_ssize_t *least) {
-    return read_order(self, order) || read_recipes(self, least) ? -1 : 0;
-}
-
-void layout_clear(Layout *self) {
-    PyMem_Free(self->order);
-    PyMem_Free(self->recipe);
-    PyMem_Free(self->viewed);
+int layout_init(Layout *self, Pool *pool, PyObject *order, Py_ssize_t *least) {
+    return read_order(self, pool, order) || read_recipes(self, pool, least) ? -1 : 0;
 }
 
 static int allocate_scratch(const Layout *self, Handle stream, Handle *address) {
@@ -159,7 +151,6 @@ PyObject *make_outputs(const Layout *self, PyObject *source, PyObject *storages)
         case PART:
             out = view_of(self, n < count ? PyTuple_GET_ITEM(storages, n) : PyTuple_GET_ITEM(typed, n - count), each);
             break;
-        case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
         case MADE: out = PyObject_Vectorcall(each->object, args, 2, NULL); break;
         }
         set_item(&result, i, out);

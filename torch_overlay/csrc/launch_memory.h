@@ -3,6 +3,7 @@
 #pragma once
 
 #include "driver_api.h"
+#include "read.h"
 
 /* The objects are those of a tuple of `recipes`. */
 typedef struct {
@@ -35,10 +36,8 @@ typedef struct {
 } Memory;
 
 /* Checks a layout whose objects and numbers are set, and reads the order, a tuple, and the recipes. Raises `least` so
-   that a list of that many inputs has each that is an output. Returns 0, or -1 with an error; it is to be cleared
-   either way. */
-int layout_init(Layout *self, PyObject *order, Py_ssize_t *least);
-void layout_clear(Layout *self);
+   that a list of that many inputs has each that is an output. Returns 0, or -1 with an error. */
+int layout_init(Layout *self, Pool *pool, PyObject *order, Py_ssize_t *least);
 /* Allocates, and writes the addresses of the regions after the inputs into `base`, where those of the inputs are. What
    is allocated when it fails is in `memory`. Returns 0, or -1 with an error. */
 int allocate_memory(const Layout *self, Handle stream, Memory *memory, uint64_t *base);

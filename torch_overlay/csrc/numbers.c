@@ -32,15 +32,6 @@ size_t size_of_word(Py_ssize_t type) {
     return type < 0 || type >= TYPES ? 0 : size[type];
 }
 
-void program_clear(Program *self) {
-    PyMem_Free(self->position);
-    PyMem_Free(self->is_float);
-    PyMem_Free(self->start);
-    PyMem_Free(self->step);
-    PyMem_Free(self->result);
-    memset(self, 0, sizeof *self);
-}
-
 static int takes_floats(Py_ssize_t operation) { return operation >= FADD && operation <= FLOOR; }
 
 static int makes_a_float(Py_ssize_t operation) {
@@ -82,10 +73,9 @@ static int read_steps(Program *self, PyObject *steps) {
     return 0;
 }
 
-int program_init(Program *self, PyObject *numbers) {
+int program_init(Program *self, Pool *pool, PyObject *numbers) {
     PyObject *inputs, *constants, *steps, *results;
     Py_ssize_t registers;
-    memset(self, 0, sizeof *self);
     if (!is_tuple(numbers, "the numbers", -1)
         || !PyArg_ParseTuple(numbers, "O!O!O!O;numbers are (inputs, constants, steps, results)", &PyTuple_Type, &inputs,
                              &PyTuple_Type, &constants, &PyTuple_Type, &steps, &results))
@@ -94,11 +84,12 @@ int program_init(Program *self, PyObject *numbers) {
     self->constants = PyTuple_GET_SIZE(constants);
     self->steps = PyTuple_GET_SIZE(steps);
     registers = self->inputs + self->constants + self->steps;
-    if (!(self->position = zeros(self->inputs, sizeof *self->position))
-        || !(self->is_float = zeros(registers, sizeof *self->is_float))
-        || !(self->start = zeros(registers, sizeof *self->start))
-        || !(self->step = zeros(self->steps, sizeof *self->step)) || read_registers(self, inputs, constants)
-        || read_steps(self, steps) || !(self->result = read_row(results, "a result", 0, registers, &self->results)))
+    if (!(self->position = pool_zeros(pool, self->inputs, sizeof *self->position))
+        || !(self->is_float = pool_zeros(pool, registers, sizeof *self->is_float))
+        || !(self->start = pool_zeros(pool, registers, sizeof *self->start))
+        || !(self->step = pool_zeros(pool, self->steps, sizeof *self->step)) || read_registers(self, inputs, constants)
+        || read_steps(self, steps)
+        || !(self->result = read_row(pool, results, "a result", 0, registers, &self->results)))
         return -1;
     return 0;
 }

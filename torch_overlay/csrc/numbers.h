@@ -34,8 +34,8 @@ typedef struct {
 enum { I8, I16, I32, I64, U8, U16, U32, U64, F32, F64, TYPES }; /* of words */
 
 size_t size_of_word(Py_ssize_t type);
-int program_init(Program *self, PyObject *numbers);
-void program_clear(Program *self);
+/* Reads a program into one of zeros. Returns 0, or -1 with an error. */
+int program_init(Program *self, Pool *pool, PyObject *numbers);
 /* Makes the values of `count` words, then the results after these as integers of 64 bits, in `value`. 1: done. 0: the
    numbers are unfit. -1: an error. */
 int program_run(const Program *self, PyObject *inputs, const Word *words, size_t count, uint64_t *value);

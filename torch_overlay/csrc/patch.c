@@ -6,41 +6,35 @@
 
 #include "patch.h"
 
-static void node_clear(Node *node) {
-    free(node->block);
-    PyMem_Free(node->label);
-}
-
-/* Reads (kind, handle, context, label, block, offsets of the arguments in the block), node `number` of a list, into a
-   node of zeros. Returns 0, or -1 with a Python error; the node is to be cleared either way. */
-static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
+/* Reads (kind, handle, label, block, offsets of the arguments in the block), node `number` of a list, into a node of
+   zeros, for the current context. Returns 0, or -1 with a Python error. */
+static int node_read(Node *node, Pool *pool, PyObject *item, Py_ssize_t number) {
     static const size_t least[] = {sizeof(KernelParams), 40, 200};
-    unsigned long long handle, context;
+    unsigned long long handle;
     const char *label, *block;
     Py_ssize_t length, label_length, count, *offset;
     PyObject *arguments;
     size_t bytes, at;
+    int code;
     if (!is_tuple(item, "node", number)
-        || !PyArg_ParseTuple(item, "iKKs#y#O;a node is (kind, handle, context, label, block, arguments)", &node->kind,
-                             &handle, &context, &label, &label_length, &block, &length, &arguments))
+        || !PyArg_ParseTuple(item, "iKs#y#O;a node is (kind, handle, label, block, arguments)", &node->kind, &handle,
+                             &label, &label_length, &block, &length, &arguments))
         return -1;
     if (node->kind < 0 || node->kind > COPY || (size_t)length < least[node->kind])
         return refuse("not a node that can be patched");
-    if (!(offset = read_row(arguments, "an argument of a block", 0, length + 1, &count))) return -1;
+    if (!(offset = read_row(pool, arguments, "an argument of a block", 0, length + 1, &count))) return -1;
     at = round_up((size_t)length, 64);
     bytes = round_up(at + (size_t)count * sizeof(void *), 64);
     node->handle = (Handle)(uintptr_t)handle;
-    node->context = (Handle)(uintptr_t)context;
-    if (!(node->label = PyMem_Malloc((size_t)label_length + 1)) || !(node->block = aligned_alloc(64, bytes))) {
-        PyMem_Free(offset);
-        PyErr_NoMemory();
+    if ((code = cu.CtxGetCurrent(&node->context))) {
+        driver_error(code, "cuCtxGetCurrent");
         return -1;
     }
-    memcpy(node->label, label, (size_t)label_length + 1);
-    memset(node->block, 0, bytes);
+    if (!(node->label = pool_zeros(pool, label_length, 1)) || !(node->block = pool_zeros(pool, (Py_ssize_t)bytes, 1)))
+        return -1;
+    memcpy(node->label, label, (size_t)label_length);
     memcpy(node->block, block, (size_t)length);
     for (Py_ssize_t i = 0; i < count; i++) ((void **)(node->block + at))[i] = node->block + offset[i];
-    PyMem_Free(offset);
     if (node->kind == KERNEL) {
         KernelParams *params = (KernelParams *)node->block;
         params->arguments = count ? (void **)(node->block + at) : NULL;
@@ -50,31 +44,21 @@ static int node_read(Node *node, PyObject *item, Py_ssize_t number) {
     return 0;
 }
 
-/* Sets the node in the executable, or IN_GRAPH: a memcpy node in the graph that it was captured into. Returns 0, or -1
-   with an error that names it. */
-static int node_set(const Node *node, int kind, Handle exec) {
+/* Sets the node in the executable. Returns 0, or -1 with an error that names it. */
+static int node_set(const Node *node, Handle exec) {
     static const char *const what[] = {"cuGraphExecKernelNodeSetParams", "cuGraphExecMemsetNodeSetParams",
-                                       "cuGraphExecMemcpyNodeSetParams", "cuGraphMemcpyNodeSetParams"};
+                                       "cuGraphExecMemcpyNodeSetParams"};
     int code = 0;
-    switch (kind) {
+    switch (node->kind) {
     case KERNEL: code = cu.GraphExecKernelNodeSetParams(exec, node->handle, node->block); break;
     case FILL: code = cu.GraphExecMemsetNodeSetParams(exec, node->handle, node->block, node->context); break;
     case COPY: code = cu.GraphExecMemcpyNodeSetParams(exec, node->handle, node->block, node->context); break;
-    case IN_GRAPH: code = cu.GraphMemcpyNodeSetParams(node->handle, node->block); break;
     }
-    if (code) driver_error_at(code, what[kind], node->label);
+    if (code) driver_error_at(code, what[node->kind], node->label);
     return code ? -1 : 0;
 }
 
 void blocks_clear(Blocks *self) {
-    for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
-    PyMem_Free(self->node);
-    PyMem_Free(self->slot);
-    PyMem_Free(self->first);
-    PyMem_Free(self->dirty);
-    PyMem_Free(self->base);
-    PyMem_Free(self->turn_of);
-    PyMem_Free(self->word);
     if (self->lock) PyThread_free_lock(self->lock);
 }
 
@@ -115,7 +99,7 @@ static int read_words(Blocks *self, PyObject *words) {
     return 0;
 }
 
-int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers) {
+int blocks_init(Blocks *self, Pool *pool, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers) {
     Py_ssize_t nodes = PyTuple_GET_SIZE(given), slots = PyTuple_GET_SIZE(pointers), words = PyTuple_GET_SIZE(numbers);
     if (regions < 0) return refuse("a negative number of regions");
     self->regions = (size_t)regions;
@@ -123,17 +107,20 @@ int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *poi
     self->nodes = (size_t)nodes;
     self->slots = (size_t)slots;
     self->words = (size_t)words;
-    if (!(self->node = zeros(nodes, sizeof *self->node)) || !(self->slot = zeros(slots, sizeof *self->slot))
-        || !(self->first = zeros(regions, sizeof *self->first)) || !(self->dirty = zeros(nodes, sizeof *self->dirty))
-        || !(self->turn_of = zeros(nodes, sizeof *self->turn_of)) || !(self->base = zeros(regions, sizeof *self->base))
-        || !(self->word = zeros(words, sizeof *self->word)))
+    if (!(self->node = pool_zeros(pool, nodes, sizeof *self->node))
+        || !(self->slot = pool_zeros(pool, slots, sizeof *self->slot))
+        || !(self->first = pool_zeros(pool, regions, sizeof *self->first))
+        || !(self->dirty = pool_zeros(pool, nodes, sizeof *self->dirty))
+        || !(self->turn_of = pool_zeros(pool, nodes, sizeof *self->turn_of))
+        || !(self->base = pool_zeros(pool, regions, sizeof *self->base))
+        || !(self->word = pool_zeros(pool, words, sizeof *self->word)))
         return -1;
     if (!(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < nodes; i++)
-        if (node_read(&self->node[i], PyTuple_GET_ITEM(given, i), i)) return -1;
+        if (node_read(&self->node[i], pool, PyTuple_GET_ITEM(given, i), i)) return -1;
     return read_slots(self, pointers) || read_words(self, numbers) ? -1 : 0;
 }
 
@@ -167,44 +154,13 @@ static size_t write_words(Blocks *self, const uint64_t *value, size_t count) {
     return count;
 }
 
-/* Sets the copies in the graph, has `rebuild(error)` make an executable of it, and sets the other nodes in that. The
-   error is that of the driver that refused to set a copy, or None. Returns the number of nodes, or -1. */
-static Py_ssize_t set_by_graph(Blocks *self) {
-    PyObject *type, *error, *traceback, *exec = NULL;
-    size_t i;
-    PyErr_Fetch(&type, &error, &traceback);
-    for (i = 0; i < self->nodes; i++)
-        if (self->node[i].kind == COPY && node_set(&self->node[i], IN_GRAPH, NULL)) break;
-    if (i == self->nodes) exec = PyObject_CallOneArg(self->rebuild, error ? error : Py_None);
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-    if (!exec) return -1;
-    self->exec = PyLong_AsVoidPtr(exec);
-    Py_DECREF(exec);
-    if (PyErr_Occurred()) return -1;
-    for (i = 0; i < self->nodes; i++)
-        if (self->node[i].kind != COPY && node_set(&self->node[i], self->node[i].kind, self->exec)) return -1;
-    self->stale = 0;
-    return (Py_ssize_t)self->nodes;
-}
-
-/* Returns 1 if the list has a copy that has to be set in the graph. */
-static int lists_copy(const Blocks *self, size_t count) {
-    while (self->by_graph && count--)
-        if (self->node[self->dirty[count]].kind == COPY) return 1;
-    return 0;
-}
-
 Py_ssize_t set_listed(Blocks *self, size_t count) {
     self->stale = 1;
-    if (lists_copy(self, count)) return set_by_graph(self);
     for (size_t i = 0; i < count; i++) {
-        Node *node = &self->node[self->dirty[i]];
-        if (node_set(node, node->kind, self->exec)) {
-            if (node->kind != COPY || self->rebuild == Py_None) return -1;
-            self->by_graph = 1;
-            return set_by_graph(self);
+        const Node *node = &self->node[self->dirty[i]];
+        if (node_set(node, self->exec)) {
+            self->refused = node->kind == COPY;
+            return -1;
         }
     }
     self->stale = 0;

@@ -15,7 +15,7 @@ typedef struct {
     int kind; /* KERNEL, FILL or COPY */
 } Node;
 
-enum { KERNEL, FILL, COPY, IN_GRAPH };
+enum { KERNEL, FILL, COPY };
 
 /* A pointer slot. */
 typedef struct {
@@ -34,14 +34,13 @@ typedef struct {
     uint64_t *base;          /* of each region, as the blocks have it */
     uint64_t *turn_of, turn; /* turn_of: the last turn that listed the node */
     int stale;               /* what the executable holds is unknown */
-    PyObject *rebuild;       /* a function or None, the owner's: Note [The memory that a memcpy node was made for] */
-    int by_graph;            /* copies are set in the graph, and the executable is made anew; there is a `rebuild` */
+    int refused;             /* the driver has just refused a copy: Note [The memory that a memcpy node was made for] */
     PyThread_type_lock lock; /* patching and launching are one step */
 } Blocks;
 
-/* Makes blocks, of which only `exec`, `rebuild` and `by_graph` are set, of tuples for nodes, pointer slots and number
-   slots. Returns 0, or -1 with an error; they are to be cleared either way. */
-int blocks_init(Blocks *self, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers);
+/* Makes blocks, of which only `exec` is set, of tuples for nodes, pointer slots and number slots. Returns 0, or -1 with
+   an error; they are to be cleared either way. */
+int blocks_init(Blocks *self, Pool *pool, Py_ssize_t regions, PyObject *given, PyObject *pointers, PyObject *numbers);
 void blocks_clear(Blocks *self);
 /* Writes the bases of the regions and the values of the words into the blocks. Returns how many nodes are now on the
    list `dirty`: those of what is other than before, and all if the blocks are stale. */

@@ -8,6 +8,28 @@ void *zeros(Py_ssize_t count, size_t size) {
     return made;
 }
 
+void *pool_zeros(Pool *pool, Py_ssize_t count, size_t size) {
+    enum { LINE = 64 };
+
+    size_t bytes = LINE + (((size_t)count + 1) * size + LINE - 1) / LINE * LINE;
+    Pool made = aligned_alloc(LINE, bytes);
+    if (!made) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    memset(made, 0, bytes);
+    made->next = *pool;
+    *pool = made;
+    return (char *)made + LINE;
+}
+
+void pool_free(Pool *pool) {
+    for (Pool next; *pool; *pool = next) {
+        next = (*pool)->next;
+        free(*pool);
+    }
+}
+
 void set_item(PyObject **tuple, Py_ssize_t i, PyObject *item) {
     if (item)
         PyTuple_SET_ITEM(*tuple, i, item);
@@ -38,15 +60,13 @@ static int read_integer(PyObject *item, const char *what, Py_ssize_t begin, Py_s
     return -1;
 }
 
-Py_ssize_t *read_row(PyObject *items, const char *what, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t *count) {
+Py_ssize_t *read_row(Pool *pool, PyObject *items, const char *what, Py_ssize_t begin, Py_ssize_t end,
+                     Py_ssize_t *count) {
     Py_ssize_t *made;
-    if (!is_tuple(items, what, -1) || !(made = zeros(PyTuple_GET_SIZE(items), sizeof *made))) return NULL;
+    if (!is_tuple(items, what, -1) || !(made = pool_zeros(pool, PyTuple_GET_SIZE(items), sizeof *made))) return NULL;
     *count = PyTuple_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < *count; i++)
-        if (read_integer(PyTuple_GET_ITEM(items, i), what, begin, end, &made[i])) {
-            PyMem_Free(made);
-            return NULL;
-        }
+        if (read_integer(PyTuple_GET_ITEM(items, i), what, begin, end, &made[i])) return NULL;
     return made;
 }
 

@@ -31,6 +31,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
+    Pool pool;
     PyObject *constants, *source; /* source: the tuple of the steps */
     PyObject *calls;              /* of a library, or None */
     Device device;
@@ -67,7 +68,7 @@ static int read_kernel(const Steps *self, CodeStep *step) {
     return 0;
 }
 
-static int read_step(const Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) {
+static int read_step(Steps *self, CodeStep *step, PyObject *item, Py_ssize_t i) {
     PyObject *operands, *items, *results, *drops;
     Py_ssize_t end = self->words + self->objects;
     if (!is_tuple(item, "step", i)
@@ -76,11 +77,11 @@ static int read_step(const Steps *self, CodeStep *step, PyObject *item, Py_ssize
                              &drops))
         return -1;
     if (step->kind < 0 || step->kind >= KINDS) return refuse("a step of an unknown kind");
-    if (!(step->operand =
-              read_row(operands, "an operand", step->kind == KERNEL ? 0 : self->words, end, &step->operands))
-        || !(step->item = read_row(items, "an item", 0, PY_SSIZE_T_MAX, &step->items))
-        || !(step->result = read_row(results, "a result", self->first, end, &step->results))
-        || !(step->dropped = read_row(drops, "what is dropped", self->first, end, &step->drops)))
+    if (!(step->operand = read_row(&self->pool, operands, "an operand", step->kind == KERNEL ? 0 : self->words, end,
+                                   &step->operands))
+        || !(step->item = read_row(&self->pool, items, "an item", 0, PY_SSIZE_T_MAX, &step->items))
+        || !(step->result = read_row(&self->pool, results, "a result", self->first, end, &step->results))
+        || !(step->dropped = read_row(&self->pool, drops, "what is dropped", self->first, end, &step->drops)))
         return -1;
     if (step->items != step->results || PyTuple_GET_SIZE(step->names) > step->operands
         || ((step->kind == TUPLE || step->kind == LIST) && step->results != 1))
@@ -91,15 +92,7 @@ static int read_step(const Steps *self, CodeStep *step, PyObject *item, Py_ssize
 static void steps_dealloc(Steps *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    for (Py_ssize_t i = 0; self->step && i < self->steps; i++) {
-        PyMem_Free(self->step[i].operand);
-        PyMem_Free(self->step[i].item);
-        PyMem_Free(self->step[i].result);
-        PyMem_Free(self->step[i].dropped);
-    }
-    PyMem_Free(self->step);
-    PyMem_Free(self->word);
-    program_clear(&self->numbers);
+    pool_free(&self->pool);
     device_clear(&self->device);
     Py_XDECREF(self->constants);
     Py_XDECREF(self->source);
@@ -119,19 +112,17 @@ static int steps_traverse(Steps *self, visitproc visit, void *arg) {
 static int read_steps(Steps *self, PyObject *numbers, PyObject *words, PyObject *device) {
     Py_ssize_t *type, known;
     if ((self->calls != Py_None && check_calls(self->calls)) || device_init(&self->device, device)
-        || program_init(&self->numbers, numbers)
-        || !(type = read_row(words, "the type of a word", 0, TYPES, &self->words)))
+        || program_init(&self->numbers, &self->pool, numbers)
+        || !(type = read_row(&self->pool, words, "the type of a word", 0, TYPES, &self->words)))
         return -1;
-    if ((self->word = zeros(self->words, sizeof *self->word)))
-        for (Py_ssize_t i = 0; i < self->words; i++) self->word[i].type = type[i];
-    PyMem_Free(type);
+    if (!(self->word = pool_zeros(&self->pool, self->words, sizeof *self->word))) return -1;
+    for (Py_ssize_t i = 0; i < self->words; i++) self->word[i].type = type[i];
     self->first = self->words + PyTuple_GET_SIZE(self->constants) + self->numbers.results - self->words;
     known = self->first - self->words + self->inputs;
-    if (!self->word) return -1;
     if (self->words > self->numbers.results || self->inputs < self->numbers.least || self->objects < known
         || self->result < self->words || self->result >= self->words + self->objects)
         return refuse("steps with other numbers of words, objects or inputs than they name");
-    if (!(self->step = zeros(PyTuple_GET_SIZE(self->source), sizeof *self->step))) return -1;
+    if (!(self->step = pool_zeros(&self->pool, PyTuple_GET_SIZE(self->source), sizeof *self->step))) return -1;
     self->steps = PyTuple_GET_SIZE(self->source);
     for (Py_ssize_t i = 0; i < self->steps; i++)
         if (read_step(self, &self->step[i], PyTuple_GET_ITEM(self->source, i), i)) return -1;

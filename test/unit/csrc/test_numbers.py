@@ -32,7 +32,8 @@ PART = """
 
 static PyObject *run(PyObject *module, PyObject *args) {
   PyObject *numbers, *types, *inputs, *result = NULL;
-  Program program;
+  Program program = {0};
+  Pool pool = NULL;
   Word word[8];
   uint64_t value[8];
   int code = -1;
@@ -41,7 +42,7 @@ static PyObject *run(PyObject *module, PyObject *args) {
     return NULL;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); i++)
     word[i].type = (int)PyLong_AsLong(PyTuple_GET_ITEM(types, i));
-  if (!program_init(&program, numbers)) {
+  if (!program_init(&program, &pool, numbers)) {
     if (program.least > PyList_GET_SIZE(inputs) || program.results > 8)
       PyErr_SetString(PyExc_IndexError, "too few inputs, or too many results");
     else
@@ -51,7 +52,7 @@ static PyObject *run(PyObject *module, PyObject *args) {
     else if (!code)
       result = Py_NewRef(Py_None);
   }
-  program_clear(&program);
+  pool_free(&pool);
   return result;
 }
 static PyObject *size(PyObject *module, PyObject *type) {

@@ -27,7 +27,6 @@ from torch_overlay.thread_value import ThreadValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
-    from types import ModuleType
 
 OPERATORS = ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
 FORWARDS = ("_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
@@ -44,23 +43,13 @@ def noted() -> contextlib.AbstractContextManager[set[int]]:
     return _noted.within(set())
 
 
-def register(module: ModuleType) -> Callable[[], None]:
-    """Wrap the operators at the end of Inductor's lowerings, by replacing the `_op` that an OpOverload calls. Return a
-    function that undoes it."""
+def register() -> Callable[[], None]:
+    """Wrap the operators, by replacing the `_op` that an OpOverload calls. Return a function that undoes it."""
     undo = contextlib.ExitStack()
-    for name in OPERATORS:
-        undo.callback(_wrap(getattr(torch.ops.aten, name).default))
+    for overload in [getattr(torch.ops.aten, name).default for name in OPERATORS]:
+        undo.callback(setattr, overload, "_op", overload._op)
+        overload._op = with_seeds(overload._op, [argument.name for argument in overload._schema.arguments])
     return undo.close
-
-
-def _wrap(overload: Any) -> Callable[[], None]:
-    original = overload._op
-    overload._op = with_seeds(original, [argument.name for argument in overload._schema.arguments])
-
-    def undo() -> None:
-        overload._op = original
-
-    return undo
 
 
 def with_seeds(original: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

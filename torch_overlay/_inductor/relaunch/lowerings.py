@@ -23,7 +23,7 @@ BRANCHES = (torch.ops.higher_order.cond, torch.ops.higher_order.switch)
 def register(module: ModuleType) -> Callable[[], None]:
     """Register at the end of Inductor's module of lowerings. Return a function that undoes it."""
     undo = contextlib.ExitStack()
-    undo.callback(attention_seeds.register(module))
+    undo.callback(attention_seeds.register())
     for operator in BRANCHES:
         undo.callback(_register(module, operator, _split_off_alone))
     undo.callback(_register(module, torch.ops.aten.view.dtype, on_realized_values))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -71,9 +70,6 @@ class RegionGraphs:
         finally:
             capturing.release()
             self.region.governor.note_capture(time.perf_counter() - start)
-        for stage in made.stages:
-            if (rebuild := stage.rebuild) is not None:
-                rebuild.give_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         counters["torch_overlay"]["cudagraph_captures"] += 1
         counters["torch_overlay"]["cudagraph_nodes"] += graph_of(made).nodes
         # From here on, each launch is one for a call; its last stage counts it.
@@ -138,26 +134,13 @@ class RegionGraphs:
             state.refused = reason
         causes.refuse(found)
 
-    def give_up(self, state: State, why: str, blocking: bool = True) -> bool:
-        """Drop the state's graph, whose copies can't be patched, and refuse. Return False if the lock is not free, and
-        not to be waited for."""
-        if not self.states.lock.acquire(blocking):
-            return False
-        try:
-            self.states.set_graph(state)
-            state.refused = "host-memory"
-        finally:
-            self.states.lock.release()
-        self.refuse(state, "host-memory", why)
-        return True
-
-    def give_up_first(self, state: State, error: Exception) -> None:
-        """Drop the state's graph, whose first launch the driver has refused."""
+    def give_up(self, state: State, error: Exception) -> None:
+        """Drop the state's graph, a launch of which the driver has refused."""
+        self.states.set_graph(state)
         if has_branches(self.region.model):
-            self.states.set_graph(state)
             self._blame_conditions(state, error)
         else:
-            self.give_up(state, f"its copies to or from the host can't be patched: {error}")
+            self.refuse(state, "host-memory", f"its copies can't be patched: {error}")
 
     def _blame_conditions(self, state: State, error: Exception, line: str = "") -> None:
         """A different driver may do, or a different operator may have failed: later processes try again."""
@@ -188,14 +171,3 @@ class RegionGraphs:
             causes.log.warning("%s%s; from the next call on it runs between two graphs", message, where)
         else:
             self.refuse(state, "operator", message, **about)
-
-
-def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> bool:
-    """Drop the state's graph and refuse: from the next call on, the region runs without a graph. This is called in a
-    launch, for which a thread may wait in a finalizer while it has the lock of the states: then return False."""
-    owner, found = graphs(), state()
-    if owner is not None and found is not None:
-        return owner.give_up(found, why, blocking=False)
-    if found is not None:
-        found.refused, found.relaunch = "host-memory", None
-    return True

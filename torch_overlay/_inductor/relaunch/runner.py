@@ -53,6 +53,7 @@ from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped
 from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
 from torch_overlay._inductor.relaunch.runners import listen
 from torch_overlay._inductor.relaunch.states import CallKeys, States
+from torch_overlay.csrc import DriverError
 
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.verify import Launchable
 
 
+COPY_SETTER = "cuGraphExecMemcpyNodeSetParams"  # Note [The memory that a memcpy node was made for] of `executable`
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
 
 
@@ -160,6 +162,10 @@ class Runner:
                         return relaunch.launch(inputs)
                     except Misaligned:
                         pass
+                    except DriverError as error:  # the list of inputs is empty: this call fails, and no later one
+                        if error.function == COPY_SETTER:
+                            self.region_graphs.give_up(state, error)
+                        raise
         return self._run_without_graph_yet(key, state, inputs)
 
     def _run_without_graph_yet(self, key: Any, state: State | None, inputs: list[Any]) -> Any:
@@ -203,7 +209,8 @@ class Runner:
         if not ready or (relaunch := state.relaunch) is None:  # None: another thread has dropped it
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
-        untried = may_be_refused(relaunch, self.never_run.branches)
+        launches = launches_of(relaunch)
+        untried = not launches and may_be_refused(relaunch, self.never_run.branches)
         if not clones and not untried:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
         try:
@@ -215,14 +222,16 @@ class Runner:
             inputs[:] = originals or inputs
             return run("number", inputs)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not untried:
+            is_refused = untried or getattr(error, "function", "") == COPY_SETTER
+            if isinstance(error, torch.OutOfMemoryError) or not is_refused:
                 if untried:
                     self.states.set_graph(state)  # the next one is the first launch
                 raise
-            self.region_graphs.give_up_first(state, error)
-            if self.code.mutated_inputs and any(stage.totals[0] for stage in relaunch.stages):
-                raise  # what has run may have written to inputs
-            inputs[:] = originals
+            self.region_graphs.give_up(state, error)
+            has_run = bool(self.code.mutated_inputs) and launches_of(relaunch) != launches
+            if has_run or not (originals or inputs):
+                raise  # what has run may have written to inputs, or freed them
+            inputs[:] = originals or inputs
             return run(state.refused, inputs)
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any], is_first: bool = True) -> Any:
@@ -293,7 +302,10 @@ class Runner:
 
 
 def may_be_refused(relaunch: Launchable, branches: Sequence[Any]) -> bool:
-    """True if the graph has memcpy nodes to patch, or conditional nodes, and was never launched: the driver may refuse
-    to patch them, and only the first launch shows that."""
-    stages = relaunch.stages
-    return any(branches or stage.rebuild for stage in stages) and not any(stage.totals[0] for stage in stages)
+    """True if the graph has memcpy nodes to patch, or conditional nodes: the driver may refuse to patch them, and only
+    the first launch shows that."""
+    return any(branches or stage.has_copies for stage in relaunch.stages)
+
+
+def launches_of(relaunch: Launchable) -> int:
+    return sum(stage.totals[0] for stage in relaunch.stages)

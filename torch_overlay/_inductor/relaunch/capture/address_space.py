@@ -62,7 +62,6 @@ class AddressSpace:
         self._range: int | None = self._module.reserve(self.device.index, size, gap, min(inputs // BLOCKS, LARGEST))
         self._pools: list[torch.cuda.MemPool] = []
         self._before: list[int | None] = []
-        self._last: tuple[Any, list[tuple[int, int]]]  # the state and the allocations, after close()
 
     def __enter__(self) -> Self:
         if self._range is None:
@@ -104,7 +103,7 @@ class AddressSpace:
 
     @property
     def _state(self) -> tuple[int, int, int, str | None]:
-        return self._last[0] if self._range is None else self._module.state(self._range)
+        return self._module.state(self._range)
 
     @property
     def is_open(self) -> bool:
@@ -120,27 +119,20 @@ class AddressSpace:
 
     def allocations(self, first: int = 0) -> list[tuple[int, int]]:
         """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
-        if self._range is None:
-            return self._last[1][first:]
         return list(struct.iter_unpack("QQ", self.packed_allocations(first)))
 
     def packed_allocations(self, first: int = 0) -> bytes:
-        """Return the same as 64-bit numbers, of an open space."""
+        """Return the same as 64-bit numbers."""
         return self._module.allocations(self._range, first)
 
     def allocations_made(self) -> int:
         """Return the number of segments."""
         return self._state[2]
 
-    def error(self) -> str | None:
-        """Return why the last allocation failed, if one did; torch only says that it is out of memory."""
-        return self._state[3]
-
     def close(self) -> None:
-        """Free the device's memory. The list of allocations can still be read; their addresses map no memory."""
+        """Free the device's memory."""
         if self._range is None:
             return
-        self._last = self._state, self.allocations()
         self._pools.clear()
         closing, self._range = self._range, None
         self._module.release(closing)

@@ -328,11 +328,11 @@ class Placing(AllocationObserver):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.products is None or not is_product(func):
             return func(*args, **kwargs)
-        first = self.recording.count()
+        first = len(self.recording.nodes())
         result = func(*args, **kwargs)
         writes = storages(result)
         reads = {a: size for a, size in storages((args, kwargs)).items() if a not in writes}
-        self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
+        self.products.append(Product(first, len(self.recording.nodes()), tuple(reads.items()), tuple(writes.items())))
         return result
 
     def note_results(self, number: Numbered, made: Mapping[int, int]) -> None:

@@ -231,12 +231,7 @@ class Device:
     def _room(self, need: int) -> int:
         """Return the address of so many bytes of the space, the same as before if they are enough."""
         if need > self._elsewhere[1]:
-            space = self._made_space()
-            before = space.begin()
-            try:
-                self._elsewhere = space.allocate(2 * need), 2 * need
-            finally:
-                space.end(before)
+            self._elsewhere = self._made_space().allocate(2 * need), 2 * need
         return self._elsewhere[0]
 
 

@@ -13,8 +13,7 @@ holds. Storage that generated code allocates is recognized by the number of the 
 allocates inside is isolated by giving that call a memory pool of its own; the operator's other allocations in the pool
 may have used the same address before, so the storage is made as large as all of them together, unless the operator used
 each address once. A run before has shown which allocations these are. If an output lies in the scratch all the same,
-the region is captured again with the plan that this capture has learned. An output that can't be isolated even then is
-copied out of the scratch at the end of the graph.
+the region is captured again with the plan that this capture has learned (`Astray`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Recipe,
     Repeated,
     SameInput,
-    TensorView,
     view_of,
 )
 from torch_overlay._inductor.relaunch.numbers.traced import Launches, noted, Traced
@@ -68,7 +66,6 @@ if TYPE_CHECKING:
 class Captured:
     layout: OutputLayout
     segments: list[Segment]  # a region for each input, storage and scratch allocation
-    plan: AllocationPlan  # what the next capture should place
     recording: Any
     places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
     lives: list[Life]  # of all regions
@@ -96,6 +93,14 @@ class CaptureRequest(NamedTuple):
         return namespace_of(self.model)
 
 
+class Astray(Exception):
+    """Outputs of a capture lie in its scratch. `plan`: what the next one should place."""
+
+    def __init__(self, plan: AllocationPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
 class Capture:
     """One capture of a region. `holes`: sizes of the free blocks of the device's allocator. `with_uses`: note which
     memory matrix products read and write. `numbers`: values that are traced, if others than those of the request."""
@@ -113,7 +118,6 @@ class Capture:
         self.numbers = request.numbers if numbers is None else numbers
         self.launches = Launches(recording.nodes)
         self.input_at: dict[int, int] = {}  # address -> position
-        self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, with_uses)
         self.placed = self.observer.placed  # address of a storage that may be an output -> bytes
         self.branches = Branches(recording, self.observer)
@@ -137,7 +141,8 @@ class Capture:
                     del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
                 self.observer.end_group()
-                self._copy_out(outputs)
+            if astray := self._astray(outputs):
+                raise Astray(self.observer.learned(astray, self.plan))
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
             del outputs
             self._check_kept()
@@ -162,11 +167,10 @@ class Capture:
         segments += [Segment(a, among[a], number[self.branches.stands_for(a)]) for a in same]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
         observer = self.observer
-        learned = observer.learned(self.astray, self.plan)
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = *[(region, 0) for region in range(len(positions))], *[(len(positions) + n, at) for n, at in parts]
         proven = observer.products, observer.results, self.numbers, self.launches, observer.asked
-        return Captured(layout, segments, learned, self.recording, places, seen, *proven)
+        return Captured(layout, segments, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
         """Refuse if memory of the capture is still in use after it: its addresses will be invalid. The holder may be a
@@ -195,29 +199,12 @@ class Capture:
             self.observer.lives.begin(made)
         return made
 
-    def _copy_out(self, outputs: list[Any]) -> None:
-        """Replace outputs in the scratch by copies, one for each storage."""
-        copies: dict[int, torch.Tensor] = {}
-        first = {id(out): i for i, out in reversed(list(enumerate(outputs)))}
-        for i, out in enumerate(list(outputs)):
-            if not isinstance(out, torch.Tensor) or not _is_plain(out):
-                continue
-            storage = out.untyped_storage()
-            address = storage.data_ptr()
-            if not self.recording.covers(address) or address in self.input_at or address in self.placed:
-                continue
-            if first[id(out)] < i:  # it is returned again
-                outputs[i] = outputs[first[id(out)]]
-                continue
-            if address not in copies:
-                self.astray.append(address)
-                copy = self.recording.place(TensorView((storage.nbytes(),), (1,), torch.uint8))
-                copy.copy_(torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage))
-                copies[address] = copy
-            source = copies[address].untyped_storage()
-            self.placed[source.data_ptr()] = storage.nbytes()
-            fresh = torch.empty(0, dtype=out.dtype, device=out.device)
-            outputs[i] = fresh.set_(source, out.storage_offset(), out.size(), out.stride())
+    def _astray(self, outputs: Sequence[Any]) -> list[int]:
+        """Return the addresses of outputs that lie in the scratch."""
+        plain = [out for out in outputs if isinstance(out, torch.Tensor) and _is_plain(out)]
+        known = self.input_at.keys() | self.placed.keys()
+        addresses = dict.fromkeys([out.untyped_storage().data_ptr() for out in plain])
+        return [a for a in addresses if a and self.recording.covers(a) and a not in known]
 
     def _recipes(self, outputs: list[Any], stand_ins: list[Any]) -> tuple[list[Recipe], list[int]]:
         """Return the recipes of the outputs, and the addresses of the storages that the recipes use."""

@@ -10,7 +10,7 @@
                 ...                         # what it allocates has segments of its own: apart.segments
     graph, template = device.prove(first, second, namespace)
     edges = device.relax(first, graph, template, namespace)
-    arrangement, executables = device.instantiate(first, arrange(...))
+    executables = device.instantiate(first, arrange(...))
     recording.close()
 
 `make_graph` runs these steps. The recording is that of `capture.recording`.
@@ -54,13 +54,13 @@ log = logging.getLogger(__name__)
 @functools.cache
 def prepare(device: int) -> None:
     """Load all that a capture on the current device needs: the C module, the driver's bindings, and the kernels that
-    replace memset and memcpy nodes. Raises what the loader raises where there is no driver."""
-    executable.implementation()
-    Driver()
+    replace memset and memcpy nodes."""
     try:
+        executable.implementation()
+        Driver()
         fill_copy_kernels.prepare(device)
-    except Exception as error:  # also Triton's own errors; `graph.read` gets the error again, and reports it
-        log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
+    except Exception as error:  # also Triton's own errors; a capture that needs it will report it
+        log.info("a capture can't be prepared for: %s", error)
 
 
 @functools.cache
@@ -72,20 +72,11 @@ def _setter(device: int) -> Setter:
 def prepare_early() -> None:
     """Prepare for captures on the current device before there is one, if modules may be loaded there, while Inductor
     waits for its workers to compile kernels: the process has a context there already (a new context would take hundreds
-    of MiB of the device), and the current stream is not being captured, which may forbid it. What fails is logged once,
-    and tried again at the first call."""
+    of MiB of the device), and the current stream is not being captured, which may forbid it."""
     if not torch.cuda.is_initialized() or not torch._C._cuda_hasPrimaryContext(torch.cuda.current_device()):
         return
     if not torch.cuda.is_current_stream_capturing():
-        _try(torch.cuda.current_device())
-
-
-@functools.cache
-def _try(device: int) -> None:
-    try:
-        prepare(device)
-    except Exception as error:  # a capture that needs it will report it
-        log.info("a capture can't be prepared for yet: %s", error)
+        prepare(torch.cuda.current_device())
 
 
 class Cuda:
@@ -167,12 +158,9 @@ class Cuda:
         torch.cuda.set_rng_state(state, self.device)
 
     def prepare(self) -> None:
-        """Load what the first capture would have to wait for. What can't be loaded is an error of the capture."""
+        """Load what the first capture would have to wait for."""
         with self.guard():
-            try:
-                prepare(self.index)
-            except Exception as error:
-                log.info("a capture can't be prepared for: %s", error)
+            prepare(self.index)
 
     def lines(
         self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]
@@ -224,22 +212,15 @@ class Cuda:
             return graph.edges
         return tuple(edges)
 
-    def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Executable]]:
-        """Return an executable for each stage, or one for the whole graph if the driver can't cut it, and the
-        arrangement that they follow."""
-        graph = captured.recording.graph
+    def instantiate(self, captured: Captured, arrangement: Arrangement) -> list[Executable]:
+        """Return an executable for each stage, or one for the whole graph."""
+        graph, templates = captured.recording.graph, [stage.template for stage in arrangement.stages]
         _held = executable.settle(arrangement.template, self.empty)  # must live until the executables are made
-        if arrangement.stages:
-            try:
-                parts = [self._part(graph, stage.template) for stage in arrangement.stages]
-            except DriverError as error:  # the whole graph takes more memory, but works
-                log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
-                assert arrangement.whole is not None
-                arrangement = arrangement.whole
-            else:
-                self._annotate(captured, [stage.template for stage in arrangement.stages], parts)
-                graph.reset()
-                return arrangement, parts
+        if templates:
+            parts = [self._part(graph, template) for template in templates]
+            self._annotate(captured, templates, parts)
+            graph.reset()
+            return parts
         template = arrangement.template
         if template.conditionals:
             template = nested(self.driver, graph.raw_cuda_graph(), template, _setter(self.index))
@@ -247,9 +228,9 @@ class Cuda:
         upload(graph)
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         replay = torch._C._CUDAGraph.replay.__get__(graph)
-        made = Executable(graph, template, replay, not captured.recording.fixed)
-        self._annotate(captured, [arrangement.template], [made])
-        return arrangement, [made]
+        made = [Executable(graph, template, replay, not captured.recording.fixed)]
+        self._annotate(captured, [arrangement.template], made)
+        return made
 
     def _annotate(self, captured: Captured, templates: Sequence[Template], made: Sequence[Executable]) -> None:
         """Name the kernels of the executables, which have these nodes of the capture."""

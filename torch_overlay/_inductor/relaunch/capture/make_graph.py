@@ -17,10 +17,9 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
-from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
+from torch_overlay._inductor.relaunch.capture.capture import Astray, Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.capture.streams import check
-from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.traced import NumberEscaped, perturbed, slots_of, with_numbers_of
@@ -71,13 +70,17 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
         return Capture(request, recording, holes=holes, **options).run()
 
     with recordings(request) as new_recording:
-        first = capture(new_recording(1), with_uses=with_uses)
-        for _ in range(ATTEMPTS - 1):
-            if first.plan == request.plan:
+        first = None
+        for _ in range(ATTEMPTS):
+            recording = new_recording(1)
+            try:
+                first = capture(recording, with_uses=with_uses)
                 break
-            request = request._replace(plan=first.plan)  # the capture has learned which allocations are outputs
-            first.recording.discard()
-            first = capture(new_recording(1), with_uses=with_uses)
+            except Astray as astray:  # the capture has learned which allocations are outputs
+                recording.discard()
+                request = request._replace(plan=astray.plan)
+        if first is None:
+            raise Unprovable("output", "an output's memory can't be told from temporary memory")
         request = request._replace(plan=dataclasses.replace(request.plan, asked=first.asked))
         graph = device.read(first)
         second = capture(new_recording(2), numbers=others)
@@ -95,10 +98,9 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
             template = _prove(request, (first, second), graph)
         lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
         second.recording.discard()
-        if template.numbers and executable.moving(template):
-            raise NumberEscaped(frozenset(request.numbers), "copies between memories are patched one by one")
         edges = device.relax(first, graph, template, request.namespace)
-        return device.instantiate(first, arrange(_proven(request, first, lives, template, edges)))
+        arrangement = arrange(_proven(request, first, lives, template, edges))
+        return arrangement, device.instantiate(first, arrangement)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import gc
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -28,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
 from torch_overlay._inductor.relaunch.capture.streams import capture_stream, exchanged_streams
-from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 
 
@@ -50,13 +50,14 @@ PART = 1 << 20  # words whose sum is taken at a time
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
+@dataclass
 class IsolatedAllocations:
     """Allocations of a call in a pool of its own: sizes of the segments by address, how many allocations there were,
     and of how many bytes."""
 
-    def __init__(self) -> None:
-        self.segments: dict[int, int] = {}
-        self.count = self.requested = 0
+    segments: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+    requested: int = 0
 
     @property
     def once(self) -> bool:
@@ -76,7 +77,6 @@ class Recording(AddressSpace):
         self._ignored: set[int] = set()
         self._used: list[Any] = []  # ids of pools
         self._active: Any = None
-        self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
         self.lines: Any = None  # notes the lines that make nodes
         self.conditionals: list[Conditional] = []  # with handles of nodes
         self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
@@ -140,15 +140,9 @@ class Recording(AddressSpace):
         apart.count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
         apart.segments = dict(self.allocations(before))
 
-    def count(self) -> int:
-        """Return how many nodes the graph has so far."""
-        driver, graph = self._captured()
-        return driver.count(graph)
-
     def nodes(self) -> list[int]:
         """Return the handles of the nodes that the graph has so far."""
-        driver, graph = self._captured()
-        return driver.nodes(graph)
+        return self.owner.driver.nodes(self._captured)
 
     def read_predicate(self, predicate: torch.Tensor) -> None:
         self.owner.read_predicate(predicate)
@@ -158,11 +152,10 @@ class Recording(AddressSpace):
         self.lines = self.owner.lines(namespace, self.nodes)
         return self.lines or contextlib.nullcontext()
 
-    def _captured(self) -> tuple[Driver, int]:
-        if self._capturing is None:
-            driver, stream = Driver(), capture_stream(self.device.index)
-            self._capturing = driver, driver.captured_into(stream.cuda_stream)
-        return self._capturing
+    @functools.cached_property
+    def _captured(self) -> int:
+        """The graph while it is captured."""
+        return self.owner.driver.captured_into(capture_stream(self.device.index).cuda_stream)
 
     def kept(self) -> list[int]:
         """Return the sizes of the allocations in pools that are still in use."""

@@ -99,7 +99,7 @@ def _nest(
     driver: Driver, graph: int, conditionals: Sequence[Conditional], nodes: dict[int, KernelNode], setter: Setter
 ) -> dict[int, int]:
     """Return node -> the one in its place. The setters among `nodes`, by their handles, get their arguments."""
-    old = driver.edge_data(graph)
+    old = driver.structure(graph).edges
     path: dict[int, Path] = {}
     for number, each in enumerate(conditionals):  # an outer one comes first
         for branch, body in enumerate(each.branches):
@@ -107,7 +107,7 @@ def _nest(
     graphs: dict[Path, int] = {(): graph}
     chooser: dict[int, int] = {}  # conditional -> its node
     made: dict[int, int] = {}
-    new: defaultdict[Path, dict[tuple[int, int], Any]] = defaultdict(dict)
+    new: defaultdict[Path, set[tuple[int, int]]] = defaultdict(set)
     for number, each in enumerate(conditionals):
         at = path.get(each.setter, ())
         handle, chooser[number], bodies = driver.add_conditional(graphs[at])
@@ -117,20 +117,18 @@ def _nest(
         nodes[each.setter] = dataclasses.replace(nodes[each.setter], parameters=tuple(parameters))
         launch = setter.launch._replace(arguments=tuple([value for _, value in parameters]))
         made[each.setter] = driver.add_kernel(graphs[at], [], launch)
-        new[at][made[each.setter], chooser[number]] = None
+        new[at].add((made[each.setter], chooser[number]))
     made |= {node: driver.copy_kernel(graphs[path[node]], node) for node in nodes if node in path and node not in made}
-    for (u, v), data in old.items():
+    for u, v, _ in old:
         if u not in made and v not in made:
             continue
         a, b = path.get(u, ()), path.get(v, ())
         depth = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
         ends = [made.get(n, n) if len(p) == depth else chooser[p[depth][0]] for n, p in ((u, a), (v, b))]
         if ends[0] != ends[1]:
-            is_inside = len(a) == len(b) == depth and cu.kind_of(data) == cu.PROGRAMMATIC
-            new[a[:depth]].setdefault((ends[0], ends[1]), data if is_inside else None)
+            new[a[:depth]].add((ends[0], ends[1]))
     for node in made:
         driver.destroy(node)
     for at, edges in new.items():
-        driver.add_edges(graphs[at], [edge for edge, data in edges.items() if data is None])
-        driver.add_edges(graphs[at], [edge for edge, data in edges.items() if data is not None], edges)
+        driver.add_edges(graphs[at], sorted(edges))
     return made

@@ -5,12 +5,11 @@ each node:
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
     kernels(nodes)      of kernel nodes: [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))]
-    count(graph)            how many nodes there are
+    nodes(graph)        [node]
     cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; removes the others
 
-`kernels` has (name or None, number of a parameter or None, message) for a node that it can't describe. The driver is
-asked for a function's parameters once a call, not once a node. If `cut` fails, its clone must be destroyed.
-The C source is `csrc/graph_reader.c`.
+`kernels` has (name or None, message) for a node that it can't describe. The driver is asked for a function's parameters
+once a call, not once a node. If `cut` fails, its clone must be destroyed. The C source is `csrc/graph_reader.c`.
 """
 
 from __future__ import annotations
@@ -107,13 +106,10 @@ class Driver:
         self.call("cuGraphUpload", self.api.CUgraphExec(executable), self.api.CUstream(stream))
 
     def nodes(self, graph: int) -> list[int]:
-        handle = self.api.CUgraph(graph)
-        count = self.call("cuGraphGetNodes", handle, 0)[1]
-        return [int(n) for n in self.call("cuGraphGetNodes", handle, count)[0]] if count else []
+        return self.fast.nodes(graph)
 
     def count(self, graph: int) -> int:
-        """Return the number of nodes."""
-        return self.fast.count(graph)
+        return len(self.nodes(graph))
 
     def captured_into(self, stream: int) -> int:
         """Return the graph that a stream is captured into; 0 if it isn't captured."""
@@ -219,9 +215,9 @@ class Driver:
         node = self.call("cuGraphAddNode", self.api.CUgraph(graph), [], None, 0, params)
         return int(handle), int(node), [int(each) for each in params.conditional.phGraph_out]
 
-    def add_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
-        """Add the edges: plain ones, or of the kinds that `data` has the driver's data of."""
-        self._change_edges("cuGraphAddDependencies", graph, edges, data and [data[edge] for edge in edges])
+    def add_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
+        """Add plain edges."""
+        self._change_edges("cuGraphAddDependencies", graph, edges)
 
     def remove_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
         """Remove the edges. If they aren't all plain, `data` must have the driver's data of each."""

@@ -77,9 +77,9 @@ def read(
             nodes.append(_other_node(driver, index, node, kind))
             continue
         match next(kernels):
-            case (name, parameter, message):
+            case (name, message):
                 where = f"{index} ({name})" if name is not None else str(index)
-                raise Unprovable("layout", message, node=where, parameter=parameter)
+                raise Unprovable("layout", message, node=where)
             case (func, kern, ctx, grid, block, shared_bytes, name, values):
                 nodes.append(KernelNode(index, node, name, func, kern, ctx, grid, block, shared_bytes, values))
     number = {node: index for index, node in enumerate(graph_nodes)}

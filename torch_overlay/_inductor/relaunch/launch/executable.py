@@ -19,10 +19,8 @@ A copy engine does a copy between device and host beside the kernels, so it rema
 1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
    when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
    memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
-2. If the driver still refuses, at the first launch or a later one, the C module patches the nodes in the graph itself,
-   which always works, and `Rebuild` instantiates the executable again; from then on, whenever a copy moves. That is
-   correct and slow: a region for which it happens `MOST_REBUILDS` times runs without a graph afterwards, and says why.
-3. A copy of several rows can never be patched in an executable, so it is rebuilt from the start.
+2. It refuses each copy of several rows, so there is no graph with one. If it refuses a copy all the same, the region
+   runs without a graph from then on (`runner`). Most often the first launch shows it.
 
 Note [Parts of a graph]
 A part is an executable of its own, made from some nodes of a captured graph, with the edges among them (`part_of`). The
@@ -43,7 +41,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
-from torch._dynamo.utils import counters
 
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.graph.conditional_nodes import nested
@@ -60,7 +57,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch_overlay._inductor.relaunch.graph.conditional_nodes import Setter
     from torch_overlay._inductor.relaunch.proof.nodes import CopySide, Node
@@ -74,10 +71,9 @@ MEMCPY_DESTINATION, MEMCPY_SOURCE = 136, 48  # dstDevice and srcDevice in CUDA_M
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
-def call_maker(module: Any, exec_handle: int, template: Template, rebuild: Rebuild | None = None) -> Callable[..., Any]:
+def call_maker(module: Any, exec_handle: int, template: Template) -> Callable[..., Any]:
     """Return a function that makes the C module's `Call` of an executable graph (`csrc/call.c`), with a parameter block
-    for each node that has a pointer slot or number slot of the template. `rebuild(error)` makes another executable, if
-    the driver can't set the copies in the one there is.
+    for each node that has a pointer slot or number slot of the template.
 
     A launch sets the nodes of what moved. If the driver refuses a node, the error says which, and the next launch sets
     every node again (`stale`). The blocks live as long as the `Call`.
@@ -86,10 +82,7 @@ def call_maker(module: Any, exec_handle: int, template: Template, rebuild: Rebui
     wanted = {slot[0] for slot in (*patched, *template.numbers)}
     by_index = {node.index: node for node in template.nodes if node.index in wanted}
     position = {index: place for place, index in enumerate(by_index)}
-    context = 0
-    if not all(isinstance(node, KernelNode) for node in by_index.values()):
-        context = module.context()
-    blocks = tuple(_block(node, context) for node in by_index.values())
+    blocks = tuple(map(_block, by_index.values()))
     held = {index: _pointers(node) for index, node in by_index.items()}
     places = []
     for index, parameter, offset, region, delta in patched:
@@ -102,7 +95,6 @@ def call_maker(module: Any, exec_handle: int, template: Template, rebuild: Rebui
     for index, parameter, letter, _ in template.numbers:
         begin, _ = held[index][parameter]
         words.append((position[index], begin, LETTERS.index(letter)))
-    by_graph = rebuild is not None and rebuild.is_needed
     return functools.partial(
         module.call,
         exec=exec_handle,
@@ -110,13 +102,11 @@ def call_maker(module: Any, exec_handle: int, template: Template, rebuild: Rebui
         slots=tuple(places),
         regions=template.regions,
         words=tuple(words),
-        rebuild=rebuild,
-        by_graph=by_graph,
     )
 
 
-def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:
-    """Return (kind, handle, context, label, block, offsets of the arguments in the block) of a node."""
+def _block(node: Node) -> tuple[int, int, str, bytes, tuple[int, ...]]:
+    """Return (kind, handle, label, block, offsets of the arguments in the block) of a node."""
     label = f"node {node.index} ({node.name})"
     if isinstance(node, KernelNode):
         size = max([offset + len(value) for offset, value in node.parameters], default=0)
@@ -128,14 +118,14 @@ def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[i
             at = PARAMETERS_AT + offset
             block[at : at + len(value)] = value
         arguments = tuple([PARAMETERS_AT + offset for offset, _ in node.parameters])
-        return KERNEL, node.handle, 0, label, bytes(block), arguments
+        return KERNEL, node.handle, label, bytes(block), arguments
     if isinstance(node, FillNode):
         fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
-        return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
+        return FILL, node.handle, label, struct.pack("<QQIIQQ", *fields), ()
     if isinstance(node, CopyNode):
         destination, source = map(_side, node.sides)
         fields = (*source, *destination, node.width, node.height, node.depth)
-        return COPY, node.handle, context, label, struct.pack("<25Q", *fields), ()
+        return COPY, node.handle, label, struct.pack("<25Q", *fields), ()
     raise TypeError(f"{label} holds no parameter that can be patched")
 
 
@@ -244,9 +234,6 @@ def torch_functions() -> tuple[int, ...]:
     return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
 
 
-MOST_REBUILDS = 16
-
-
 def moving(template: Template) -> dict[CopyNode, set[int]]:
     """Return the memcpy nodes that a launch may have to patch, each with its parameters that are pointers."""
     nodes = {node.index: node for node in template.nodes if isinstance(node, CopyNode)}
@@ -257,22 +244,18 @@ def moving(template: Template) -> dict[CopyNode, set[int]]:
     return found
 
 
-def extent(node: CopyNode, parameter: int) -> int:
-    """Return the bytes that one side of the copy spans, from its first byte to its last."""
-    side, height, depth = node.sides[parameter], max(node.height, 1), max(node.depth, 1)
-    return node.width + side.pitch * (height - 1 + side.rows * (depth - 1))
-
-
 def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Driver | None = None) -> torch.Tensor | None:
     """Point the memcpy nodes of a graph at ordinary memory, before the graph is instantiated or cloned. Return that
     memory, which has to live until the graph is instantiated. `empty(size, stride, dtype)` allocates it."""
     nodes = moving(template)
     if not nodes:
         return None
+    if rows := [node for node in nodes if node.height > 1 or node.depth > 1]:
+        message = "it copies several rows, which the driver doesn't point at other memory"
+        raise Unprovable("shape", message, node=f"{rows[0].index} ({rows[0].name})")
     driver = driver or Driver()
     # Two halves, for the two ends of a copy.
-    half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
-    half = -(-half // 512) * 512
+    half = -(-max(node.width for node in nodes) // 512) * 512
     memory = empty((2 * half,), (1,), torch.uint8)
     for node, parameters in nodes.items():
         addresses = {p: memory.data_ptr() + p * half for p in parameters}
@@ -286,43 +269,10 @@ def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
     return dataclasses.replace(node, sides=(to, source))
 
 
-class Rebuild:
-    """Makes the executable of a graph anew, whose copies the C module has set in the graph: Note [The memory that a
-    memcpy node was made for], 2. `graph` has `instantiate()`, which replaces its executable. `is_needed`: the copies
-    can't be set in an executable. `give_up(message)` is called when that was done too often, until it returns True."""
-
-    give_up: Callable[[str], bool] | None = None
-    why = "a copy of several rows can't be pointed at other memory"
-
-    def __init__(self, graph: Any, copies: Iterable[CopyNode]) -> None:
-        self.graph, self.count = graph, 0
-        self.is_needed = any(copy.height > 1 or copy.depth > 1 for copy in copies)
-
-    def __call__(self, error: Exception | None) -> int:
-        """Return the new executable. `error`: that of the driver that refused to set a copy in the old one."""
-        if error is not None:
-            log.info("a graph is instantiated anew, for its copies can't be pointed elsewhere: %s", error)
-        self.why = self.why if error is None else str(error)
-        torch.cuda.synchronize()  # the old one may be running
-        self.graph.instantiate()
-        upload(self.graph)
-        self.count += 1
-        counters["torch_overlay"]["cudagraph_rebuilds"] += 1
-        if self.count >= MOST_REBUILDS and self.give_up is not None:
-            why = f"its copies moved {self.count} times, and each time it was made anew: {self.why}"
-            self.give_up = None if self.give_up(why) else self.give_up
-        return self.graph.raw_cuda_graph_exec()
-
-
 def emptied(template: Template) -> Template:
     """Return a template without its nodes and pointer slots, which the C module has copied: in Python they take several
     times the memory, for each size of a region, and the garbage collector walks them."""
     return dataclasses.replace(template, nodes=(), slots=(), conditionals=())
-
-
-def rebuild_of(graph: torch.cuda.CUDAGraph | Part, template: Template) -> Rebuild | None:
-    copies = moving(template)
-    return Rebuild(graph, copies) if copies else None
 
 
 class Executable(NamedTuple):

@@ -3,7 +3,8 @@
     call = bind(relaunch)                 the C module's `Call`
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.try_launch(inputs)               the outputs, or None where the graph can't be launched: on another device, in
-                                          a capture by the caller, with a misaligned input, or with no list
+                                          a capture by the caller, with a misaligned input, with a copy that the
+                                          driver refuses, or with no list
     call.aligned(inputs, pairs)           has no address a bit in common with its mask? pairs: (position, mask)
     call.launches, call.patched           number of launches, and of nodes set in all of them
 
@@ -36,9 +37,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._dynamo.utils import counters
 
-from torch_overlay._inductor.relaunch.launch.executable import call_maker, emptied, implementation, rebuild_of
+from torch_overlay._inductor.relaunch.launch.executable import call_maker, emptied, implementation, moving
 from torch_overlay._inductor.relaunch.memory.outputs import (
-    Empty,
     Given,
     maker_of,
     OfInput,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 # As in the C source.
-GIVEN, REPEATED, SAME, WHOLE, PART, EMPTY, MADE = range(7)
+GIVEN, REPEATED, SAME, WHOLE, PART, MADE = range(6)
 
 
 class Misaligned(Exception):
@@ -75,7 +75,7 @@ class Misaligned(Exception):
 
 def bind(relaunch: Relaunch) -> Any:
     layout, device, template = relaunch.layout, relaunch.device, relaunch.template
-    make_call = call_maker(implementation(), relaunch.graph.raw_cuda_graph_exec(), template, relaunch.rebuild)
+    make_call = call_maker(implementation(), relaunch.graph.raw_cuda_graph_exec(), template)
     typed: dict[tuple[int, torch.dtype], int] = {}
     recipes = [_recipe(relaunch, i, recipe, typed) for i, recipe in enumerate(layout.recipes)]
     expressions = [slot.expression for slot in template.numbers]
@@ -119,8 +119,6 @@ def _recipe(
             return REPEATED, first, None, None, None, None
         case SameInput(position):
             return SAME, position, None, None, None, None
-        case Empty(view):
-            return EMPTY, 0, (view.size, view.stride, view.dtype), None, None, None
         case OfStorage(number, view):
             if view == layout.primary(number) and layout.outputs_of(number)[0] == output:
                 return WHOLE, number, None, None, None, None
@@ -156,7 +154,7 @@ class Relaunch:
         self.device, self.layout, self.alignments = device, layout, alignments
         self.graph, self.template, self.replay, self.direct = executable
         self.nodes = len(self.template.nodes)
-        self.rebuild = rebuild_of(self.graph, self.template)
+        self.has_copies = bool(moving(self.template))
         self.call = bind(self)
         self.launch, self.try_launch = self.call.launch, self.call.try_launch
         live_relaunches.add(self)

@@ -198,7 +198,6 @@ class Arrangement:
     stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
     slots: int = 0
     results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
-    whole: Arrangement | None = None  # of the same graph without stages
 
     @property
     def numbers(self) -> list[int]:
@@ -416,14 +415,7 @@ class _Cut:
     def arrangement(self) -> Arrangement:
         stages = tuple(self._make(number) for number in range(len(self.stage_cuts)))
         results = tuple(self.results.items())
-        return dataclasses.replace(
-            self.whole,
-            layout=self.proven.layout,
-            stages=stages,
-            slots=self.slots,
-            results=results,
-            whole=self.whole,
-        )
+        return Arrangement(self.proven.layout, self.whole.template, stages, self.slots, results)
 
     def _make(self, number: int) -> Stage:
         proven, spans = self.proven, self.spans
