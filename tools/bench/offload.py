@@ -161,7 +161,6 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
     """Yield what is found, part by part."""
     import offload_models  # pyrefly: ignore[missing-import]
     import torch
-    from torch._dynamo.utils import counters
 
     from torch_overlay._functorch.offload import profile_cache, runtime
     from torch_overlay._inductor.relaunch import causes
@@ -212,7 +211,6 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
                 "reserved GiB": reserved / GIB,
                 "host GiB": runtime.live()["bytes"] / GIB,
                 "refused": causes.refusals(),
-                "rebuilds": counters["torch_overlay"]["cudagraph_rebuilds"],
                 "measured in s": time.perf_counter() - began,
             }
     if mode == "default" and row in options.oom.split(","):
@@ -372,7 +370,7 @@ def merged(off: Child, on: Child) -> dict[str, Any]:
     return found
 
 
-ON_ALONE = ("budget GB", "tensors", "again", "hidden", "plan", "planned GB", "host GiB", "rebuilds")
+ON_ALONE = ("budget GB", "tensors", "again", "hidden", "plan", "planned GB", "host GiB")
 
 
 def table(results: list[dict[str, Any]], cut: float) -> bool:
@@ -398,8 +396,6 @@ def table(results: list[dict[str, Any]], cut: float) -> bool:
         name = f"{r['row']} {r['mode']}"
         notes += [f"{name}: {r[key]}" for key in ("error", "plan") if r.get(key)]
         notes += [f"{name}: {text}" for text in r["refused"]]
-        if r.get("rebuilds"):
-            notes.append(f"{name}: a graph was made anew {r['rebuilds']} times")
         if (oom := oom_of(r)) is not None:
             notes.append(f"{name}: {oom}")
     print(*streams.aligned(rows), *notes, sep="\n")
@@ -412,7 +408,7 @@ def figures(r: dict[str, Any]) -> records.Figures:
     return {
         "device time": {"on / off": records.ratios(r.get("on measured ms", []), r.get("off measured ms", []))},
         "bytes": records.samples([r], wanted),
-        "count": {**records.samples([r], ("tensors", "again", "rebuilds")), "refused": [len(r["refused"])]},
+        "count": {**records.samples([r], ("tensors", "again")), "refused": [len(r["refused"])]},
     }
 
 
