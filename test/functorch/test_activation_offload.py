@@ -1188,7 +1188,7 @@ class TestGraphs(TestCase):
         import struct
 
         node = CopyNode(0, 7, (CopySide(0x7000_0000_0000, 64, 1, True), CopySide(0x7100_0000_0000, 64, 1)), 64, 1, 1)
-        _, _, _, _, block, _ = executable._block(node, 0)
+        _, _, _, block, _ = executable._block(node)
         words = struct.unpack("<25Q", block)
         self.assertEqual(words[:11], (0, 0, 0, 0, executable.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
         self.assertEqual(words[11:22], (0, 0, 0, 0, executable.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
