@@ -330,7 +330,8 @@ class Caller:
             views |= {name: View(memory) for name, memory in captured.items()}
             views |= {memory.name: View(memory) for memory in self.work.values()}
             current = {name: self.device.place(t) for name, t in named}
-            self.trace.add(Boundary(call, tuple(views.items()), self.device.public, self.events(outputs)))
+            events, copies = self.events(outputs), self.device.misaligned
+            self.trace.add(Boundary(call, tuple(views.items()), self.device.public, events, copies))
             # The caller reads results, and before the next call it writes to inputs and captured tensors.
             written = {name: memory.stream for name, memory in captured.items() if name not in self.before.keeps}
             promised = all(self.promised(call, name, stream) for name, stream in [*current.items(), *written.items()])

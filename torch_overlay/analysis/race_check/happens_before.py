@@ -143,7 +143,7 @@ class _MemoryState:
     done: dict[tuple[object, ...], Done] = field(default_factory=dict)
     recorded: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
     freed: Free | None = None
-    fresh: bool = False  # allocated inside the trace
+    made: bool = False  # allocated inside the trace
     # stream -> access that its work before the call doesn't precede; None: the call has not accessed it
     early: dict[str, Done] | None = None
 
@@ -234,7 +234,7 @@ class _TraceReader:
 
     def alloc(self, op: Alloc) -> None:
         pool = self.pools.get(op.memory.pool, {}) if op.memory.stream != HOST else {}
-        self.blocks[op.memory] = _MemoryState(dict(pool), fresh=op.memory.stream != HOST)
+        self.blocks[op.memory] = _MemoryState(dict(pool), made=True)
 
     def free(self, op: Free) -> None:
         block = self.block(op.memory)
@@ -311,15 +311,17 @@ class _TraceReader:
             touched = [d for d in block.done.values() if _overlap(d.view, view)]
             written = [d for d in touched if d.writes]
             may = ends
-            if block.fresh and not written:  # without a value: it is only known whose memory it is
-                stream = view.memory.stream
+            stream, before = view.memory.stream, None
+            if block.made and stream != HOST and not written:  # without a value: it is only known whose memory it is
                 behind = {stream: self.clock(stream).get(stream, 0)}
                 may = {who: clock for who, clock in ends.items() if who != HOST and clock.implies(behind)}
+            if block.early is not None and not (block.made or op.copies_inputs):
+                before = frozenset(self.work.keys() - block.early)
             found = Reliance(
                 frozenset(who for who, clock in may.items() if _over(clock, written)),
                 frozenset(who for who, clock in may.items() if _over(clock, touched)),
-                frozenset({view.memory.stream, *block.recorded}),
-                None if block.fresh or block.early is None else frozenset(self.work.keys() - block.early),
+                frozenset({stream, *block.recorded}),
+                before,
                 early=block.early or {},
             )
             for who, clock in ends.items():

@@ -220,6 +220,7 @@ class Boundary:
     views: tuple[tuple[str, View], ...]
     streams: tuple[str, ...] = ()
     events: tuple[tuple[str, str], ...] = ()  # (label, event)
+    copies_inputs: bool = False  # misaligned ones were copied, which no stream of the caller's is promised to precede
 
 
 Operation: TypeAlias = Launch | Record | Wait | Synchronize | Alloc | Free | RecordStream | Boundary
