@@ -24,11 +24,10 @@ from torch_overlay.analysis.doctor import Diagnosis
 from torch_overlay.analysis.race_check.trace import HOST, Launch
 from torch_overlay.analysis.timelines import profile
 from torch_overlay.analysis.timelines.clock import Cost, schedule
-from torch_overlay.analysis.timelines.json import events
 from torch_overlay.analysis.timelines.layout import CHARACTER, FONT, LEFT, MARGIN, WIDTH
-from torch_overlay.analysis.timelines.lines import functions, own_line, readable
+from torch_overlay.analysis.timelines.lines import functions, own_line, readable, saved_tensors
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
-from torch_overlay.analysis.timelines.offload import saved_tensors
+from torch_overlay.analysis.timelines.timeline import events
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 
-from torch_overlay.testing import _hardware
+from torch_overlay.testing import _device
 from torch_overlay.testing._fake_ops import NotSimulated
 from torch_overlay.testing._stub_module import stub_module
 
@@ -75,7 +75,7 @@ def device_mocks(d: Devices) -> list[Mock]:
     """Return the mocks of what PyTorch asks the CUDA runtime for."""
     current = "the device of this thread is kept by c10's fake guard, not by the CUDA runtime"
     streams = "streams of this thread are kept by c10's fake guard, not by c10::cuda"
-    properties = _returns(_hardware.H200)
+    properties = _returns(_device.H200)
     return [
         Mock("torch._C._cuda_getDeviceCount", _returns(d.count), "asks the runtime, which asks the driver"),
         Mock("torch.cuda._cached_device_count", d.count, "device_count() would ask NVML; this is its own cache"),
@@ -83,7 +83,7 @@ def device_mocks(d: Devices) -> list[Mock]:
         Mock("torch.cuda._get_device_properties", properties, "set by the C initialisation", create=True),
         Mock(
             "torch.cuda.default_generators",
-            tuple(_hardware.Generator(i) for i in range(d.count)),
+            tuple(_device.Generator(i) for i in range(d.count)),
             "set by the C initialisation; Dynamo and AOTAutograd save and restore their state",
         ),
         Mock("torch._C._cuda_getDevice", _calls(d.get_device), current),
@@ -287,7 +287,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         Mock("torch._inductor.select_algorithm._log_autotune_choices_stats", _returns(None), "prints them as well"),
         Mock(
             "triton.runtime.driver.driver._active",
-            _hardware.TritonDriver(),
+            _device.TritonDriver(),
             "Triton would load libcuda to know its target",
         ),
     ]

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay.testing import _attention, _fake_ops, _mocks, _native
+from torch_overlay.testing import _fake_ops, _mocks, _native
 from torch_overlay.testing._device import DeviceLog, Devices
 
 
@@ -51,8 +51,7 @@ class Simulation:
                 *_mocks.compiler_mocks(self._record_cudagraph),
             ):
                 enter(stand_in.patch())
-            enter(_fake_ops.allocations(self.fake_mode))
-            enter(_attention.attention())
+            enter(_fake_ops.kernels(self.fake_mode))
             enter(_mocks.forgotten_caches())
             enter(_mocks.private_cache_dir())
             enter(self._in_new_threads())

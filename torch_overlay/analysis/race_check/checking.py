@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 from torch_overlay import config
 from torch_overlay._inductor.streams import lowering
 from torch_overlay._stream_handling import handles_streams
-from torch_overlay.analysis.race_check.context import assemble, Context, Promises
 from torch_overlay.analysis.race_check.happens_before import analyse, Race
+from torch_overlay.analysis.race_check.race_report import assemble, Context, Promises
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import (
     Boundary,
@@ -45,7 +45,7 @@ from torch_overlay.analysis.race_check.trace import (
     View,
 )
 from torch_overlay.testing import observe, simulated_gpu
-from torch_overlay.testing._compile import as_compiled, as_simulated, run_backward
+from torch_overlay.testing._observe import as_compiled, as_simulated, run_backward
 
 
 if TYPE_CHECKING:
@@ -254,19 +254,24 @@ def _run(
     seen: Compiled | None = None,
     idle: Sequence[bool] = (False,),
 ) -> Caller:
-    device.begin()
-    caller = Caller(device, before, joins=seen is None)
+    def call(caller: Caller, number: int) -> None:
+        caller.prepare(args)
+        outputs = fn(*args)
+        if backward:
+            run_backward(outputs, "check(backward=True)")
+        if seen is not None and number == calls:
+            seen.output = outputs
+        caller.rely(f"call {number}", args, outputs, _gradients(fn, args) if backward else [])
+
     with device.streams_put_back():  # a function may leave another stream the current one
-        for number in range(calls):
-            device.idle = idle[number % len(idle)]
-            caller.prepare(args)
-            outputs = fn(*args)
-            if backward:
-                run_backward(outputs, "check(backward=True)")
-            if seen is not None and number == calls - 1:
-                seen.output = outputs
-            caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
-            del outputs
+        return run_calls(Caller(device, before, joins=seen is None), calls, call, idle)
+
+
+def run_calls(caller: Caller, calls: int, call: Callable[[Caller, int], None], idle: Sequence[bool]) -> Caller:
+    """Have a caller make calls, numbered from 1, with streams that are `idle` in some of them, by turns."""
+    for number in range(calls):
+        caller.device.idle = idle[number % len(idle)]
+        call(caller, number + 1)
     return caller
 
 
@@ -281,7 +286,8 @@ def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
 class Caller:
     """The simulated code around a call: it does everything that eager allows it to do."""
 
-    def __init__(self, device: SimulatedDevice, before: EagerOrder, joins: bool = False) -> None:
+    def __init__(self, device: SimulatedDevice, before: EagerOrder, joins: bool) -> None:
+        device.begin()
         self.device, self.before, self.joins = device, before, joins
         self.current = device.current()  # its current stream after the last call
         self.outputs: set[Memory] = set()

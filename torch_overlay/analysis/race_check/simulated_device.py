@@ -134,9 +134,9 @@ class SimulatedDevice:
     # ---- listening
 
     def __enter__(self) -> SimulatedDevice:
-        from torch_overlay.analysis.race_check.simulated_backward import engine
         from torch_overlay.analysis.race_check.simulated_cpp import module_type
         from torch_overlay.analysis.race_check.simulated_module import execute, runtime
+        from torch_overlay.analysis.race_check.simulated_operators import engine
 
         assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
         with contextlib.ExitStack() as stack:

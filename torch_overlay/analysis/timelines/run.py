@@ -8,12 +8,11 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay.analysis.timelines.clock import schedule
-from torch_overlay.analysis.timelines.device import TimedDevice
-from torch_overlay.analysis.timelines.offload import saved_tensors
+from torch_overlay.analysis.timelines.clock import schedule, TimedDevice
+from torch_overlay.analysis.timelines.lines import saved_tensors
 from torch_overlay.analysis.timelines.timeline import Timeline
 from torch_overlay.testing import observe, simulated_gpu
-from torch_overlay.testing._compile import as_compiled, as_simulated, run_backward
+from torch_overlay.testing._observe import as_compiled, as_simulated, run_backward
 from torch_overlay.testing._simulate import active
 
 
