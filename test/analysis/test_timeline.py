@@ -45,7 +45,7 @@ class Program:
         self.trace.launch(name, on, use.get("reads", ()), use.get("writes", ()), line)
 
     def timeline(self, **kwargs: Any) -> Timeline:
-        return schedule(self.trace.operations, self.costs, title="program", **kwargs)
+        return Timeline(**schedule(self.trace.operations, self.costs, title="program", **kwargs))
 
     def times(self) -> dict[str, tuple[float, float]]:
         return {s.name: (s.start, s.end) for s in self.timeline().slices}
@@ -117,7 +117,7 @@ class TestClock(TestCase):
     def test_memory_of_the_caller_is_not_counted(self) -> None:
         p = Program("main allocates a; main reads a", reads=1)
         self.assertEqual(p.timeline().memory, ((0, 64),))
-        self.assertEqual(schedule(p.trace.operations[1:], {0: Cost(1)}, title="without the allocation").memory, ())
+        self.assertEqual(schedule(p.trace.operations[1:], {0: Cost(1)}, title="without the allocation")["memory"], ())
 
     def test_names_are_readable(self) -> None:
         self.assertEqual(readable("triton_poi_fused_add_cos_0"), "add_cos")

@@ -22,11 +22,11 @@ _PUBLIC = {
     "check_wrapper": "race_check.wrapper_check",
     "LostPromiseError": "race_check.race_report",
     "memory_blocks": "memory_report",
-    "profiler": "timelines.run",
+    "profiler": "timelines.timeline",
     "RaceError": "race_check.race_report",
     "Report": "race_check.race_report",
     "Timeline": "timelines.timeline",
-    "timeline": "timelines.run",
+    "timeline": "timelines.timeline",
     "Trace": "race_check.trace",
 }
 

@@ -187,9 +187,6 @@ class Devices:
 
     # ---- devices
 
-    def get_device(self) -> int:
-        return _get_device()
-
     def set_device(self, index: int) -> None:
         self.exchange_device(index)
 
@@ -207,9 +204,6 @@ class Devices:
         for index in range(self.count):
             _set_stream(self.make_stream(torch.Stream, 0, index))
         _exchange_device(0)
-
-    def maybe_exchange_device(self, index: int) -> int:
-        return self.exchange_device(index)
 
     def synchronize(self, index: int | None = None) -> None:
         index = _get_device() if index is None else index

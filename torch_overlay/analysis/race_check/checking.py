@@ -121,13 +121,13 @@ def check(
         if eager:
             before = _in_eager(device, fn, args, calls, backward, notes)
         device.written.clear()
+        device.traces.clear()
         events = frozenset(device.events.values())  # the events that eager code used
         torch._dynamo.reset()
-        traces: list[Trace] = []
         with observe() as seen, device, _watched_folding() as folded:
             device.seen = seen
             run = functools.partial(_run, device, runs, args, calls, backward, before, seen)
-            caller = in_each_way(device, run, traces, misaligned)
+            caller = in_each_way(device, run, misaligned)
             if folded:
                 notes.append(
                     f"{len(folded)} small branch{'es'[: 2 * (len(folded) != 1)]} run on the caller's stream "
@@ -135,9 +135,9 @@ def check(
                 )
                 torch._dynamo.reset()
                 with config.patch(fold_branches_below_us=0.0):
-                    in_each_way(device, run, traces, misaligned)
+                    in_each_way(device, run, misaligned)
             context = Context.of(device, caller.current, before.promises, events & set(device.events.values()))
-    report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
+    report = assemble(device.traces, seen, notes, context)
     over = device.written - before.written if before.written is not None else ()
     faults = [f"{name} is written over: the {part} writes it, and eager's does not" for name, part in sorted(over)]
     unaligned = device.taken_for_aligned.items()
@@ -148,34 +148,28 @@ def check(
     return replace(report, eager_races=before.races)
 
 
-def idle_or_busy(device: SimulatedDevice, run: Callable[..., Caller], traces: list[Trace]) -> Caller:
-    """Run code with busy streams and, if it asks, with idle ones in some of its calls; keep the traces."""
+def idle_or_busy(device: SimulatedDevice, run: Callable[..., Caller]) -> Caller:
+    """Run code with busy streams and, if it asks, with idle ones in some of its calls."""
     device.asked_idle = False
     caller = run()
-    traces.append(device.trace)
     if device.asked_idle:
         for idle in ((True, True), (True, False), (False, True)):
             run(idle=idle)
-            traces.append(device.trace)
     return caller
 
 
-def in_each_way(
-    device: SimulatedDevice, run: Callable[..., Caller], traces: list[Trace], misaligned: bool = False
-) -> Caller:
-    """Run the compiled code in each applicable mode (idle streams, misaligned inputs, captures); keep the traces."""
+def in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned: bool = False) -> Caller:
+    """Run the compiled code in each applicable mode: idle streams, misaligned inputs, captures."""
     first = len(device.modules)
     device.captures = device.has_partitions = False
-    caller = idle_or_busy(device, run, traces)
+    caller = idle_or_busy(device, run)
     if misaligned and any(_ALIGNED_COPY.search(module.original) for module in device.modules[first:]):
         device.misaligned = True
         run()
-        traces.append(device.trace)
         device.misaligned = False
     if device.has_partitions:
         device.captures = True
         run()
-        traces.append(device.trace)
     return caller
 
 

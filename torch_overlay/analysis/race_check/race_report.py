@@ -372,11 +372,9 @@ def _in_the_way(accesses: dict[str, Done], who: str) -> str:
     return accessed(accesses[who]) if who in accesses else ""
 
 
-def assemble(
-    reports: Sequence[Report], seen: Compiled, traces: list[Trace], notes: list[str], context: Context
-) -> Report:
-    """Merge the reports of several runs of the same code into one."""
-    found = merged(reports, traces)
+def assemble(traces: list[Trace], seen: Compiled, notes: list[str], context: Context) -> Report:
+    """Return one report of several runs of the same code."""
+    reports = [context.judge(trace.operations) for trace in traces]
     # An event is redundant if none of the runs needs it; a run that doesn't reach it doesn't need it.
     needed = {site for report in reports for site in report.needed}
     redundant = list(dict.fromkeys(r for report in reports for r in report.redundant if r.site not in needed))
@@ -384,20 +382,21 @@ def assemble(
     if len(frames) > 1:  # no frame knows what runs between frames
         redundant = [r for r in redundant if not _BOUNDARY.search(r.site)]
     plan = "\n\n".join(p.table() for p in seen.plans)
+    found = _merged(reports, traces)
     return replace(found, redundant=redundant, plan=plan, notes=notes, compiled=seen, context=context)
 
 
-def merged(reports: Sequence[Report], traces: list[Trace]) -> Report:
+def without_eager(device: SimulatedDevice) -> Report:
+    """Return the report of the runs of a device for which eager's promises aren't known."""
+    context = Context(None, device.current(), frozenset(), frozenset())
+    return _merged([context.judge(trace.operations) for trace in device.traces], device.traces)
+
+
+def _merged(reports: Sequence[Report], traces: list[Trace]) -> Report:
     """Return the races and promises of several runs of the same code, and the redundant events of the first run."""
     races = {race.key: race for report in reports for race in report.races}
     boundary = dict.fromkeys(row for report in reports for row in report.boundary)
     return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
-
-
-def without_eager(device: SimulatedDevice, traces: list[Trace]) -> Report:
-    """Return the report of runs for which eager's promises aren't known."""
-    context = Context(None, device.current(), frozenset(), frozenset())
-    return merged([context.judge(trace.operations) for trace in traces], traces)
 
 
 _BOUNDARY = re.compile(r": wait_(entry|exit) ")

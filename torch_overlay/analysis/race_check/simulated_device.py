@@ -99,6 +99,7 @@ class SimulatedDevice:
         self.simulation, self.devices, self.mode = simulation, simulation.devices, simulation.fake_mode
         self.misaligned, self.rewrite = misaligned, rewrite
         self.trace = Trace()
+        self.traces: list[Trace] = []  # of all runs, each from a `begin` on
         self.idle = False
         self.captures = False  # a partition is one launch of a CUDA graph
         self.has_partitions = False
@@ -140,7 +141,8 @@ class SimulatedDevice:
 
         assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.listening())
+            self.devices.listener = self.mode.listener = self
+            stack.callback(self._stop)
             stack.enter_context(
                 _stub_module.executed_by(lambda text, stub: execute(self, text, stub, module_type(text)))
             )
@@ -155,15 +157,11 @@ class SimulatedDevice:
     def begin(self) -> None:
         """Start a new trace. Streams and events keep their names."""
         self.trace, self.memories, self.names = Trace(), {}, {}
+        self.traces.append(self.trace)
         self.home = [self.current(index) for index in range(self.devices.count)]
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        self.devices.listener = self.mode.listener = self
-        try:
-            yield
-        finally:
-            self.devices.listener = self.mode.listener = None
+    def _stop(self) -> None:
+        self.devices.listener = self.mode.listener = None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch_overlay.analysis.race_check.race_report import Report
-    from torch_overlay.analysis.race_check.trace import Trace
     from torch_overlay.testing import Region
 
 
@@ -66,9 +65,8 @@ def check_wrapper(
             held = () if owned else tuple(args)
             caller.rely(f"call {number}", held, module.call(args), ())
 
-        traces: list[Trace] = []
-        idle_or_busy(device, functools.partial(_run, device, [module], calls, call, not joined), traces)
-        report = without_eager(device, traces)
+        idle_or_busy(device, functools.partial(_run, device, [module], calls, call, not joined))
+        report = without_eager(device)
     return report if joined else replace(report, boundary=[])
 
 
@@ -92,9 +90,8 @@ def check_step(forward: Region, backward: Region, *, steps: int = 2) -> Report:
             del found, leaves
             caller.rely(f"step {number}", held, (), gradients)
 
-        traces: list[Trace] = []
-        in_each_way(device, functools.partial(_run, device, modules, steps, step, False), traces)
-        return without_eager(device, traces)
+        in_each_way(device, functools.partial(_run, device, modules, steps, step, False))
+        return without_eager(device)
 
 
 def _run(

@@ -42,7 +42,6 @@ from torch_overlay.analysis.timelines.model import (
     WAIT,
     with_hidden,
 )
-from torch_overlay.analysis.timelines.timeline import Timeline
 
 
 if TYPE_CHECKING:
@@ -158,10 +157,9 @@ def schedule(
     title: str,
     devices: Mapping[str, int] | None = None,
     saved: Mapping[int, tuple[str, str]] | None = None,
-    notes: tuple[str, ...] = (),
-) -> Timeline:
-    """Return the timeline of a trace. `costs` maps the index of a launch to its cost, `devices` a stream to its device,
-    and `saved` the index of a copy of a saved activation to the activation's name and line.
+) -> dict[str, Any]:
+    """Return the fields of the `Timeline` of a trace. `costs` maps the index of a launch to its cost, `devices` a
+    stream to its device, and `saved` the index of a copy of a saved activation to the activation's name and line.
     """
     clock = _SimulatedClock(costs, saved or {})
     for index, operation in enumerate(operations):
@@ -179,15 +177,11 @@ def schedule(
             case Free():
                 clock.free(operation.memory)
     clock.finish()
-    return _assemble(clock, title, devices or {}, notes)
-
-
-def _assemble(clock: _SimulatedClock, title: str, devices: Mapping[str, int], notes: tuple[str, ...]) -> Timeline:
     names = list(dict.fromkeys((*(name for name, _ in clock.slices), *(m.stream for _, m, *_ in clock.arrows))))
     titles = {n: lane_name(n, [s for lane, s in clock.slices if lane == n]) for n in names}
     # Order: default streams, other streams in order of use, streams of copies, the host.
     names.sort(key=lambda n: (n == HOST, titles[n] != n, not n.startswith("default stream")))
-    lanes = [Lane(titles[n], -1 if n == HOST else devices.get(n, 0)) for n in names]
+    lanes = [Lane(titles[n], -1 if n == HOST else (devices or {}).get(n, 0)) for n in names]
     number = {name: index for index, name in enumerate(names)}
     slices = [replace(s, lane=number[name]) for name, s in clock.slices]
     arrows = [
@@ -195,9 +189,13 @@ def _assemble(clock: _SimulatedClock, title: str, devices: Mapping[str, int], no
         for event, m, lane, at, target in clock.arrows
         if lane in number
     ]
-    return Timeline(
-        title, tuple(lanes), tuple(with_hidden(lanes, slices)), tuple(arrows), running_sum(clock.changes), True, notes
-    )
+    return {
+        "title": title,
+        "lanes": tuple(lanes),
+        "slices": tuple(with_hidden(lanes, slices)),
+        "arrows": tuple(arrows),
+        "memory": running_sum(clock.changes),
+    }
 
 
 def running_sum(changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
