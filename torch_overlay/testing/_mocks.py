@@ -230,6 +230,11 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
     fold = UniformValueConstantFolder.run
+
+    def fold_on_cpu(folder: Any) -> Any:
+        with _OnCpu():
+            return fold(folder)
+
     return [
         Mock(
             "torch._inductor.graph.GraphLowering.compile_to_module",
@@ -253,7 +258,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         ),
         Mock(
             "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder.run",
-            lambda folder: _on_cpu(fold, folder),
+            fold_on_cpu,
             "folds by executing constant nodes on their device, or in pinned memory, with all modes off",
         ),
         Mock(
@@ -302,11 +307,6 @@ class _OnCpu(TorchDispatchMode):
         # A copy to a device gets the device by position.
         args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         return func(*args, **kwargs)
-
-
-def _on_cpu(fn: Callable[..., Any], *args: Any) -> Any:
-    with _OnCpu():
-        return fn(*args)
 
 
 def _first_triton_template(self: Any, choices: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:

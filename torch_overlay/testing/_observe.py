@@ -99,9 +99,8 @@ class Compiled:
     frames: list[Frame] = dataclasses.field(default_factory=list)
     regions: list[Region] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
-    offloads: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # offload_log.OffloadReport, one for each pair of graphs
+    # offload_log.OffloadReport, one for each pair of graphs
+    offloads: list[Any] = dataclasses.field(default_factory=list)
     cudagraphs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     device_log: list[str] = dataclasses.field(default_factory=list)
     compile_log: list[str] = dataclasses.field(default_factory=list)
@@ -131,97 +130,92 @@ class Compiled:
         return "\n".join(_text.call_bodies(w) for w in chosen)
 
 
-class _Observer:
-    """Wrappers of four functions of the compiler, and subscriptions to our logs, for the time of an `observe()`."""
+@contextlib.contextmanager
+def _kept(seen: Compiled) -> Iterator[None]:
+    """Wrap four functions of the compiler, and subscribe to our logs."""
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor import compile_fx
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import ValueWithLineMap
+    from torch._inductor.virtualized import V
 
-    def __init__(self) -> None:
-        self.seen = Compiled()
-        self._frames: dict[Any, Frame] = {}  # by compile id, which a backward that is compiled later has, too
+    from torch_overlay._functorch.offload import log as offload_log
+    from torch_overlay._inductor.streams import planned_region
+    from torch_overlay.analysis.blocking_copies import blocking_copies
 
-    def _region(self, kind: str = "inference", nodes: tuple[_text.Node, ...] = ()) -> Region:
-        region = Region(self._frames.get(torch._guards.CompileContext.current_compile_id()), kind, nodes)
-        self.seen.regions.append(region)
+    origins = Origins()
+    call_backend = OutputGraph.call_user_compiler
+    lower = compile_fx.fx_codegen_and_compile
+    codegen = GraphLowering.codegen
+    log_graph_break = InstructionTranslatorBase.log_graph_break
+
+    frames: dict[Any, Frame] = {}  # by compile id, which a backward that is compiled later has, too
+
+    def new_region(kind: str = "inference", nodes: tuple[_text.Node, ...] = ()) -> Region:
+        region = Region(frames.get(torch._guards.CompileContext.current_compile_id()), kind, nodes)
+        seen.regions.append(region)
         return region
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        from torch._dynamo.output_graph import OutputGraph
-        from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-        from torch._inductor import compile_fx
-        from torch._inductor.graph import GraphLowering
-        from torch._inductor.utils import ValueWithLineMap
-        from torch._inductor.virtualized import V
+    def keep_frame(output: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if not seen.frames:
+            seen.began_ns = time.time_ns()
+            seen.at_first()
+        frame = _frame(output.root_tx.f_code, gm)
+        seen.frames.append(frame)
+        frames[torch._guards.CompileContext.current_compile_id()] = frame
+        return call_backend(output, gm, *args, **kwargs)
 
-        from torch_overlay._functorch.offload import log as offload_log
-        from torch_overlay._inductor.streams import planned_region
-        from torch_overlay.analysis.blocking_copies import blocking_copies
+    def keep_graph(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        new_region(kind, _text.nodes(gm))
+        return lower(gm, *args, **kwargs)
 
-        origins = Origins()
-        call_backend = OutputGraph.call_user_compiler
-        lower = compile_fx.fx_codegen_and_compile
-        codegen = GraphLowering.codegen
-        log_graph_break = InstructionTranslatorBase.log_graph_break
+    def keep_wrapper(graph: Any) -> Any:
+        code, *rest = codegen(graph)
+        regions = seen.regions
+        region = regions[-1] if regions and regions[-1].wrapper is None else new_region()
+        if isinstance(code, ValueWithLineMap):
+            code = without_marks(code)
+            region.lines = code.lines
+        region.wrapper = getattr(code, "value", str(code))
+        region.blocking = blocking_copies(graph.module)
+        return code, *rest
 
-        def keep_frame(output: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            if not self.seen.frames:
-                self.seen.began_ns = time.time_ns()
-                self.seen.at_first()
-            frame = _frame(output.root_tx.f_code, gm)
-            self.seen.frames.append(frame)
-            self._frames[torch._guards.CompileContext.current_compile_id()] = frame
-            return call_backend(output, gm, *args, **kwargs)
+    def keep_break(tx: Any, code_options: Any, reason: str, exc: Any) -> None:
+        if not exc.logged:
+            seen.graph_breaks.append(_graph_break(reason, exc))
+        log_graph_break(tx, code_options, reason, exc)
 
-        def keep_graph(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-            self._region(kind, _text.nodes(gm))
-            return lower(gm, *args, **kwargs)
+    def keep_plan(plan: Any) -> None:
+        region = seen.regions[-1] if seen.regions else new_region()
+        region.plans.append(plan)
+        for node in V.graph.scheduler.nodes:
+            region.places[node.get_name()] = origins.lines_of([node])
 
-        def keep_wrapper(graph: Any) -> Any:
-            code, *rest = codegen(graph)
-            regions = self.seen.regions
-            region = regions[-1] if regions and regions[-1].wrapper is None else self._region()
-            if isinstance(code, ValueWithLineMap):
-                code = without_marks(code)
-                region.lines = code.lines
-            region.wrapper = getattr(code, "value", str(code))
-            region.blocking = blocking_copies(graph.module)
-            return code, *rest
+    def keep_offload(found: Any) -> None:
+        if hasattr(found, "choice"):
+            seen.offloads.append(found)
+        elif seen.regions:
+            seen.regions[-1].copies = found
 
-        def keep_break(tx: Any, code_options: Any, reason: str, exc: Any) -> None:
-            if not exc.logged:
-                self.seen.graph_breaks.append(_graph_break(reason, exc))
-            log_graph_break(tx, code_options, reason, exc)
-
-        def keep_plan(plan: Any) -> None:
-            region = self.seen.regions[-1] if self.seen.regions else self._region()
-            region.plans.append(plan)
-            for node in V.graph.scheduler.nodes:
-                region.places[node.get_name()] = origins.lines_of([node])
-
-        def keep_offload(found: Any) -> None:
-            if hasattr(found, "choice"):
-                self.seen.offloads.append(found)
-            elif self.seen.regions:
-                self.seen.regions[-1].copies = found
-
-        with (
-            origins.marked(),
-            mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
-            mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
-            mock.patch.object(GraphLowering, "codegen", keep_wrapper),
-            mock.patch.object(InstructionTranslatorBase, "log_graph_break", keep_break),
-            contextlib.ExitStack() as stack,
-        ):
-            stack.callback(planned_region.subscribe_to_plans(keep_plan))
-            stack.callback(offload_log.subscribe(keep_offload))
-            yield
+    with (
+        origins.marked(),
+        mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
+        mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
+        mock.patch.object(GraphLowering, "codegen", keep_wrapper),
+        mock.patch.object(InstructionTranslatorBase, "log_graph_break", keep_break),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(planned_region.subscribe_to_plans(keep_plan))
+        stack.callback(offload_log.subscribe(keep_offload))
+        yield
 
 
 @contextlib.contextmanager
 def observe() -> Iterator[Compiled]:
     """Collect what torch.compile makes inside, on a simulated or a real device."""
-    observer = _Observer()
-    seen = observer.seen
+    seen = Compiled()
     simulation = active()
     logs: list[tuple[list[Any], list[Any]]] = []
     if simulation is not None:
@@ -230,7 +224,7 @@ def observe() -> Iterator[Compiled]:
         logs.append((log.while_compiling, seen.compile_log))
     starts = [len(source) for source, _ in logs]
     try:
-        with observer.installed():
+        with _kept(seen):
             yield seen
     finally:
         for start, (source, target) in zip(starts, logs):

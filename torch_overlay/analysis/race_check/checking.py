@@ -199,7 +199,8 @@ def _in_eager(
             _run(device, fn, args, calls, backward, EagerOrder())
             promises = _made_twice(promises, _promises(device.trace))
     except Exception as error:
-        notes.append(f"eager's promises are not known, for the function fails there: {_first_line(error)}")
+        text = textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+        notes.append(f"eager's promises are not known, for the function fails there: {text}")
         return EagerOrder()
     names = {name for name, _ in device.captured() if not name.startswith("input")}
     by_caller = [r for r in found.races if CALLER in (r.first.launch.name, r.second.launch.name)]
@@ -232,10 +233,6 @@ def _made_twice(first: Promises, second: Promises) -> Promises:
         rows |= {name: row for name, row in (one | two).items() if name not in rows and name.startswith("free memory")}
         both[call] = rows
     return both
-
-
-def _first_line(error: Exception) -> str:
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
 
 
 def _run(
@@ -334,8 +331,8 @@ class Caller:
             # The caller reads results, and before the next call it writes to inputs and captured tensors.
             written = {name: memory.stream for name, memory in captured.items() if name not in self.before.keeps}
             promised = all(self.promised(call, name, stream) for name, stream in [*current.items(), *written.items()])
-            if self.joins or not promised:
-                self.join()
+            if self.joins or not promised:  # the host waits for all streams, where nothing is promised
+                self.trace.add(Synchronize(streams=tuple(self.device.streams.values()), site=CALLER))
             for stream in dict.fromkeys(current.values()):
                 read = [t for name, t in named if current[name] == stream]
                 self.device.launch(CALLER, stream, read, [], line="")
@@ -360,10 +357,6 @@ class Caller:
         reliance = promises[call][name]
         reads = name.startswith(("output", "gradient of "))
         return stream in (reliance.readable if reads else reliance.writable)
-
-    def join(self) -> None:
-        """Make the host wait for all streams, as a correct caller does where nothing is promised."""
-        self.trace.add(Synchronize(streams=tuple(self.device.streams.values()), site=CALLER))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

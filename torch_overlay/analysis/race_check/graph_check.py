@@ -187,9 +187,7 @@ def _trace(graph: CapturedGraph, order: list[int], modes: Mapping[Touch, str], n
         mine, view = accesses[touch.node], View(memories[touch.region], touch.span)
         mine[view] = mode if mine.get(view, mode) == mode else UPDATE
     nodes: dict[int, Node] = {node.index: node for node in graph.nodes}
-    sources: dict[int, list[int]] = {index: [] for index in order}
-    for first, second in graph.edges:
-        sources[second].append(first)
+    sources = orders.directly_after(order, ((second, first) for first, second in graph.edges))
     last: dict[str, int] = {}  # chain -> its last node
     chain: dict[int, str] = {}
     followed = {first for first, _ in graph.edges}

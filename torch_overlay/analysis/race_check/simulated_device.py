@@ -43,6 +43,7 @@ from torch_overlay.analysis.race_check.trace import (
     Wait,
 )
 from torch_overlay.testing import _stub_module
+from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
@@ -75,11 +76,6 @@ def _reported(method: Callable[..., Operation]) -> Callable[..., None]:
                 self.trace.add(method(self, *args))
 
     return run
-
-
-class _DeviceOfThread(threading.local):
-    def __init__(self) -> None:
-        self.paused = 0
 
 
 class SimulatedDevice:
@@ -128,7 +124,7 @@ class SimulatedDevice:
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
         self.lock = threading.RLock()  # several threads may run parts of the program
-        self.of_thread = _DeviceOfThread()
+        self.paused = ThreadValue(False)
         self.operators = SimulatedOperators(self)
         self._stack = contextlib.ExitStack()
 
@@ -163,14 +159,9 @@ class SimulatedDevice:
     def _stop(self) -> None:
         self.devices.listener = self.mode.listener = None
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> contextlib.AbstractContextManager[Any]:
         """Leave out operations inside the context: they are no part of the program."""
-        self.of_thread.paused += 1
-        try:
-            yield
-        finally:
-            self.of_thread.paused -= 1
+        return self.paused.within(True)
 
     @contextlib.contextmanager
     def streams_put_back(self) -> Iterator[None]:
@@ -214,7 +205,7 @@ class SimulatedDevice:
             self.graph_stream = self.capture = None
 
     def is_listening(self) -> bool:
-        return not self.of_thread.paused and not _is_compiling()
+        return not self.paused.value and not _is_compiling()
 
     # ---- names
 
