@@ -76,6 +76,9 @@ def device_mocks(d: Devices) -> list[Mock]:
     current = "the device of this thread is kept by c10's fake guard, not by the CUDA runtime"
     streams = "streams of this thread are kept by c10's fake guard, not by c10::cuda"
     properties = _returns(_device.H200)
+    exchange, maybe_exchange = _calls(d.exchange_device), _calls(d.exchange_device)
+    interface = "torch._dynamo.device_interface.CudaInterface"
+    variable = "torch._dynamo.variables.ctx_manager.CUDADeviceVariable"
     return [
         Mock("torch._C._cuda_getDeviceCount", _returns(d.count), "asks the runtime, which asks the driver"),
         Mock("torch.cuda._cached_device_count", d.count, "device_count() would ask NVML; this is its own cache"),
@@ -88,25 +91,19 @@ def device_mocks(d: Devices) -> list[Mock]:
         ),
         Mock("torch._C._cuda_getDevice", _calls(_device._get_device), current),
         Mock("torch._C._cuda_setDevice", _calls(d.set_device), current),
-        Mock("torch._C._cuda_exchangeDevice", exchange := _calls(d.exchange_device), current),
-        Mock("torch._C._cuda_maybeExchangeDevice", maybe_exchange := _calls(d.exchange_device), current),
+        Mock("torch._C._cuda_exchangeDevice", exchange, current),
+        Mock("torch._C._cuda_maybeExchangeDevice", maybe_exchange, current),
         Mock("torch.cuda._exchange_device", exchange, "alias taken at import"),
         Mock("torch.cuda._maybe_exchange_device", maybe_exchange, "alias taken at import"),
-        Mock("torch._dynamo.device_interface.CudaInterface.exchange_device", staticmethod(exchange), "alias, too"),
-        Mock(
-            "torch._dynamo.device_interface.CudaInterface.maybe_exchange_device", staticmethod(maybe_exchange), "alias"
-        ),
-        Mock("torch._dynamo.variables.ctx_manager.CUDADeviceVariable._exchange_fn", staticmethod(exchange), "alias"),
-        Mock(
-            "torch._dynamo.variables.ctx_manager.CUDADeviceVariable._maybe_exchange_fn",
-            staticmethod(maybe_exchange),
-            "alias",
-        ),
+        Mock(f"{interface}.exchange_device", staticmethod(exchange), "alias, too"),
+        Mock(f"{interface}.maybe_exchange_device", staticmethod(maybe_exchange), "alias"),
+        Mock(f"{variable}._exchange_fn", staticmethod(exchange), "alias"),
+        Mock(f"{variable}._maybe_exchange_fn", staticmethod(maybe_exchange), "alias"),
         Mock("torch._C._cuda_hasPrimaryContext", _calls(d.has_context), "asks the driver"),
         Mock("torch._C._cuda_getCurrentStream", _calls(d.stream_data), streams),
         Mock("torch._C._cuda_getDefaultStream", _calls(d.default_stream_data), streams),
         Mock("torch._C._cuda_getCurrentRawStream", raw := _calls(d.raw_stream), streams),
-        Mock("torch._dynamo.device_interface.CudaInterface.get_raw_stream", staticmethod(raw), "alias taken at import"),
+        Mock(f"{interface}.get_raw_stream", staticmethod(raw), "alias taken at import"),
         Mock("torch._C._cuda_setStream", _calls(d.set_stream_by_id), streams),
         Mock("torch._C._accelerator_setStream", _calls(d.set_stream), "native, but it must be logged"),
         Mock("torch._C._cuda_memoryStats", _returns({}), "asks c10's allocator, which has no such device"),

@@ -125,19 +125,15 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
                     yield from places.pointers(node.index, value, "" if letter == "?" else letter)
 
 
-class _Places:
+class _Places(AddressMap):
     """Maps addresses to bytes of segments."""
-
-    def __init__(self, graph: CapturedGraph) -> None:
-        self.segments = AddressMap(graph).segments
-        self.starts = [segment.address for segment in self.segments]
 
     def touch(self, node: int, address: int, mode: str, span: ByteSpan | None = None) -> list[Touch]:
         """Return the touch of bytes from an address on: a span of them, or all up to the end of the segment. Empty if
         the address is in no segment.
         """
         at = bisect.bisect_right(self.starts, address) - 1
-        if at < 0 or address >= self.segments[at].address + self.segments[at].size:
+        if at < 0 or address >= self.ends[at]:
             return []
         segment = self.segments[at]
         offset = address - segment.address

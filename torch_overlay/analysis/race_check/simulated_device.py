@@ -23,7 +23,9 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_overlay.analysis.race_check.simulated_operators import SimulatedOperators
+from torch_overlay.analysis.race_check.simulated_cpp import module_type
+from torch_overlay.analysis.race_check.simulated_module import execute, runtime
+from torch_overlay.analysis.race_check.simulated_operators import engine, SimulatedOperators
 from torch_overlay.analysis.race_check.source_lines import _is_compiling, assigned_name, site, user_line
 from torch_overlay.analysis.race_check.trace import (
     Access,
@@ -131,10 +133,6 @@ class SimulatedDevice:
     # ---- listening
 
     def __enter__(self) -> SimulatedDevice:
-        from torch_overlay.analysis.race_check.simulated_cpp import module_type
-        from torch_overlay.analysis.race_check.simulated_module import execute, runtime
-        from torch_overlay.analysis.race_check.simulated_operators import engine
-
         assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
         with contextlib.ExitStack() as stack:
             self.devices.listener = self.mode.listener = self
