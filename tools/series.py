@@ -30,7 +30,7 @@ BASE = ROOT / "torch_overlay" / "base.json"
 MODULES = "torch_overlay to torch/_overlay"  # stands for a patch in messages
 # Parts of the package that only the overlay form has: the engine and the demonstration, which compares it with stock.
 ENGINE = ("__main__.py", "seams.py", "seam_table.py", "errors.py", "base.json", "_engine")
-ENGINE += ("_cli/demo.py", "_cli/demo_gpu.py", "_cli/status.py")
+ENGINE += ("_cli/demo.py", "_cli/status.py")
 SUMS = "SHA256SUMS"
 CONTEXT = 3
 RESTORE = "restore it from version control, or write it with tools/fingerprint.py --write"

@@ -24,12 +24,9 @@ from printed import printed
 from torch_overlay._cli import commands, doctor
 from torch_overlay._inductor.relaunch import coverage
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, eager, Finding, Trial, Work
-from torch_overlay.analysis.doctor.diagnose import _Job, by_cost, guards_us, logged
-from torch_overlay.analysis.doctor.diagnosis import VARY
+from torch_overlay.analysis.doctor.diagnose import _Job, as_text, by_cost, guards_us, logged, SavedArguments, switches
+from torch_overlay.analysis.doctor.diagnosis import spans_of, StepTimeline, VARY
 from torch_overlay.analysis.doctor.eager import EagerLaunches
-from torch_overlay.analysis.doctor.fresh_start import SavedArguments
-from torch_overlay.analysis.doctor.remedies import as_text, switches
-from torch_overlay.analysis.doctor.timeline import spans_of, StepTimeline
 from torch_overlay.testing import simulated_gpu
 
 

@@ -3,7 +3,7 @@
 import unittest
 
 import form  # noqa: F401
-from torch_overlay.analysis.overlap import DeviceWork, Overlap, overlap
+from torch_overlay.analysis.timelines.model import DeviceWork, Overlap, overlap
 
 
 class TestOverlap(unittest.TestCase):

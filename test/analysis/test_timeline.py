@@ -24,11 +24,10 @@ from torch_overlay.analysis.doctor import Diagnosis
 from torch_overlay.analysis.race_check.trace import HOST, Launch
 from torch_overlay.analysis.timelines import profile
 from torch_overlay.analysis.timelines.clock import Cost, schedule
-from torch_overlay.analysis.timelines.json import events
 from torch_overlay.analysis.timelines.layout import CHARACTER, FONT, LEFT, MARGIN, WIDTH
-from torch_overlay.analysis.timelines.lines import functions, own_line, readable
+from torch_overlay.analysis.timelines.lines import functions, own_line, readable, saved_tensors
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
-from torch_overlay.analysis.timelines.offload import saved_tensors
+from torch_overlay.analysis.timelines.timeline import events
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -46,7 +45,7 @@ class Program:
         self.trace.launch(name, on, use.get("reads", ()), use.get("writes", ()), line)
 
     def timeline(self, **kwargs: Any) -> Timeline:
-        return schedule(self.trace.operations, self.costs, title="program", **kwargs)
+        return Timeline(**schedule(self.trace.operations, self.costs, title="program", **kwargs))
 
     def times(self) -> dict[str, tuple[float, float]]:
         return {s.name: (s.start, s.end) for s in self.timeline().slices}
@@ -118,7 +117,7 @@ class TestClock(TestCase):
     def test_memory_of_the_caller_is_not_counted(self) -> None:
         p = Program("main allocates a; main reads a", reads=1)
         self.assertEqual(p.timeline().memory, ((0, 64),))
-        self.assertEqual(schedule(p.trace.operations[1:], {0: Cost(1)}, title="without the allocation").memory, ())
+        self.assertEqual(schedule(p.trace.operations[1:], {0: Cost(1)}, title="without the allocation")["memory"], ())
 
     def test_names_are_readable(self) -> None:
         self.assertEqual(readable("triton_poi_fused_add_cos_0"), "add_cos")

@@ -30,7 +30,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import ENTRY
 from torch_overlay._inductor.streams.region_spec import of_device, OperationKind
 from torch_overlay.analysis import check, check_step, check_wrapper
-from torch_overlay.analysis.race_check import step_check
+from torch_overlay.analysis.race_check.wrapper_check import input_names
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
@@ -553,20 +553,26 @@ class TestPartition(TestCase):
         for op in ("exp", "mm"):
             streams = re.findall(rf"aten\.{op}\.default\((?!permute).*# stream (\d)", forward_region.graph)
             self.assertEqual(sorted(set(streams)), ["1", "2"], forward_region.graph)
-        saved = step_check.saved_names(forward_region, backward_region)
+        saved = saved_names(forward_region, backward_region)
         texts = [n.text for n in forward_region.nodes if n.text.partition(":")[0] in saved]
         self.assertEqual(sum("aten.exp" in t or "permute.default(exp" in t for t in texts), 1, texts)
         with simulated_gpu():
             check_step(forward_region, backward_region).raise_if_any()
 
 
+def saved_names(forward: Any, backward: Any) -> list[str]:
+    """The node names of the backward's inputs that the forward computed."""
+    inputs = set(input_names(forward))
+    return [name for name in input_names(backward) if "tangents" not in name and name not in inputs]
+
+
 def _saved_bytes(forward: Any, backward: Any) -> int:
     """What the forward keeps for the backward, without its inputs and views of them."""
     texts = {n.text.partition(":")[0]: n.text for n in forward.nodes}
     total = 0
-    for name in step_check.saved_names(forward, backward):
+    for name in saved_names(forward, backward):
         source = re.fullmatch(r".*aten\.(?:permute|view|slice)\S*\((\w+).*", texts[name])
-        if source is None or source[1] not in step_check.input_names(forward):
+        if source is None or source[1] not in input_names(forward):
             total += _bytes(texts[name])
     return total
 

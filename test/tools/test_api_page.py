@@ -193,8 +193,7 @@ class TestSchema(unittest.TestCase):
     def test_of_all_that_a_diagnosis_can_hold(self) -> None:
         """A result with times, as a GPU gives it: each record that a program may or may not have is there."""
         from torch_overlay._inductor.relaunch.coverage import Coverage, Function, Outside, RegionCoverage
-        from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Finding, Trial, Work
-        from torch_overlay.analysis.doctor.timeline import Span, StepTimeline
+        from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Finding, Span, StepTimeline, Trial, Work
 
         cause = "host-wait", "aten::item", "model.py:3: x.item()", "the host waits", "don't"
         outside = Outside(*cause, 2, 6)

@@ -19,7 +19,7 @@ from printed import printed
 
 
 if not form.PATCHED:
-    from torch_overlay._cli import commands, demo, demo_gpu
+    from torch_overlay._cli import commands, demo
     from torch_overlay._cli.demo import Events
     from torch_overlay._cli.screen import Screen
     from torch_overlay._inductor.streams.plan import HOST, Op
@@ -131,7 +131,7 @@ class TestMeasurements(unittest.TestCase):
             return subprocess.CompletedProcess(command, -6, stderr="noise\nillegal memory access\n")
 
         with mock.patch.object(subprocess, "run", run):
-            found = demo.measure("stock", ["first", "second"])
+            found = demo.measure_apart("stock", ["first", "second"])
         self.assertEqual(found["first"], measured())
         self.assertEqual(found["second"]["error"], "the process ended with status -6: illegal memory access")
 
@@ -142,17 +142,17 @@ class TestOnGpu(unittest.TestCase):
 
     def test_difference_is_relative_to_the_largest_value(self) -> None:
         expected, found = torch.tensor([1.0, -100.0]), torch.tensor([2.0, -100.0])
-        self.assertAlmostEqual(demo_gpu.difference([expected], [found]), 0.01)
+        self.assertAlmostEqual(demo.difference([expected], [found]), 0.01)
 
     def test_not_a_number_is_never_equal(self) -> None:
         found = torch.tensor([1.0, float("nan")])
-        self.assertEqual(demo_gpu.difference([torch.ones(2)], [found]), float("inf"))
+        self.assertEqual(demo.difference([torch.ones(2)], [found]), float("inf"))
 
     def test_oracle_runs_everything_on_the_current_stream(self) -> None:
         with simulated_gpu() as gpu:
             function, args = demo.load("moe_experts")
             start = len(gpu.device_log)
-            with demo_gpu.ordered():
+            with demo.ordered():
                 function(*args)
             self.assertEqual([line for line in gpu.device_log[start:] if line.startswith(("set", "enter"))], [])
             function(*args)
@@ -163,9 +163,9 @@ class TestOnGpu(unittest.TestCase):
         programs["good"].return_value = {"difference": 0.0}
         with (
             tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(demo_gpu, "measure", lambda name: programs[name]()),
+            mock.patch.object(demo, "measure", lambda name: programs[name]()),
         ):
-            demo_gpu.main(result := Path(folder, "result.json"), ["bad", "good"])
+            demo.main(result := Path(folder, "result.json"), ["bad", "good"])
             found = json.loads(result.read_text())
         self.assertEqual(found, {"bad": {"error": "RuntimeError: broken"}, "good": {"difference": 0.0}})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,24 +11,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
+import torch.utils._pytree as pytree
 
 import torch_overlay
 from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome, UsageError
 from torch_overlay._cli.screen import Screen
 from torch_overlay._inductor.streams.plan import HOST
+from torch_overlay.analysis.timelines.model import device_work, overlap
 
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.streams.plan import Plan
-
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -149,14 +153,14 @@ def show_compilations(screen: Screen, compilations: Sequence[Compilation]) -> No
 # ---- on a GPU
 
 
-def measure(form: str, names: Sequence[str]) -> dict[str, Any]:
+def measure_apart(form: str, names: Sequence[str]) -> dict[str, Any]:
     """Run the programs in a process of their own, with the overlay or with stock PyTorch."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     off = "1" if form == "stock" else "0"
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_OVERLAY_DISABLE": off}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "torch_overlay._cli.demo_gpu", str(result), *names]
+        command = [sys.executable, "-m", "torch_overlay._cli.demo", str(result), *names]
         process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     last = (process.stderr.strip().splitlines() or ["no message"])[-1]
@@ -228,7 +232,7 @@ def run_on_gpu(screen: Screen, names: Sequence[str]) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, Any]]] = {"overlay": [], "stock": []}
     for number, form in enumerate(ROUNDS, 1):
         screen.line(f"running: {form}, round {number} of {len(ROUNDS)}")
-        rounds[form].append(measure(form, names))
+        rounds[form].append(measure_apart(form, names))
     return {n: {form: merge([r[n] for r in found]) for form, found in rounds.items()} for n in names}
 
 
@@ -265,3 +269,95 @@ def run(options: argparse.Namespace) -> Outcome:
         measured = run_on_gpu(screen, [c.name for c in compilations])
         complete = show_measurements(screen, measured) and complete
     return Outcome(int(not complete), {"compiled": compilations, "measured": measured}, lambda: None)
+
+
+# ---- in a process of its own, with one form of PyTorch: python -m torch_overlay._cli.demo RESULT.json PROGRAM ...
+
+CHECKED_CALLS, BATCHES, CALLS_IN_BATCH = 20, 15, 20
+TOLERANCE = 2e-2  # of the largest value: two bfloat16 matrix products whose sums are formed in another order
+DELAY = 2_000_000  # clock cycles, about a millisecond
+
+
+@contextlib.contextmanager
+def ordered() -> Iterator[None]:
+    """Run eager code in program order: every operation on the current stream."""
+    with mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()):
+        yield
+
+
+def tensors(outputs: Any) -> list[torch.Tensor]:
+    torch.cuda.synchronize()
+    return [leaf.float().clone() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """Return the largest difference, as a fraction of its tensor's largest value; infinite if it is not a finite
+    number.
+    """
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        gap = (a - b).abs().max() / a.abs().max().clamp_min(1e-12)
+        worst = max(worst, gap.item() if gap.isfinite() else float("inf"))
+    return worst
+
+
+def time_calls(function: Callable[..., Any], args: tuple[Any, ...]) -> list[float]:
+    """Return microseconds per call: wall time of calls in a row, waiting for the device at the end of each batch."""
+    times = []
+    for _ in range(BATCHES):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS_IN_BATCH):
+            function(*args)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6 / CALLS_IN_BATCH)
+    return times
+
+
+def profile(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    from torch.profiler import profile, ProfilerActivity
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            function(*args)
+        torch.cuda.synchronize()
+    return str(overlap(device_work(seen)))
+
+
+def measure(name: str) -> dict[str, Any]:
+    function, args = load(name)
+    with ordered():
+        expected = tensors(function(*args))
+    compiled = torch.compile(function, fullgraph=True)
+    worst = 0.0
+    for call in range(CHECKED_CALLS):
+        if call % 2:
+            torch.cuda._sleep(DELAY)
+        worst = max(worst, difference(expected, tensors(compiled(*args))))
+    time_calls(function, args)  # warm-up
+    return {
+        "difference": worst,
+        "equal": worst <= TOLERANCE,
+        "compiled": time_calls(compiled, args),
+        "eager": time_calls(function, args),
+        "overlap": profile(compiled, args),
+    }
+
+
+def main(result: Path, names: list[str]) -> None:
+    """Measure programs. The file is written anew after every program, so if a program crashes the process, the results
+    of the programs before it remain.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = measure(name)
+        except Exception as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            found[name] = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        result.write_text(json.dumps(found))
+        torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

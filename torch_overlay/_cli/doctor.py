@@ -22,8 +22,18 @@ import torch
 from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome, UsageError
 from torch_overlay._inductor.relaunch import coverage as counts
-from torch_overlay.analysis.doctor import diagnose, eager, fresh_start, remedies
-from torch_overlay.analysis.doctor.diagnose import compared, diagnosis, findings_of, logged, patched, unless_they_vary
+from torch_overlay.analysis.doctor import diagnose, eager
+from torch_overlay.analysis.doctor.diagnose import (
+    as_text,
+    compared,
+    diagnosis,
+    findings_of,
+    logged,
+    patched,
+    seed,
+    switches,
+    unless_they_vary,
+)
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Trial, Work
 from torch_overlay.testing import observe
 
@@ -36,15 +46,13 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0  # seconds
 
 
-def tried(
-    found: Diagnosis, output: str, command: Sequence[str], switches: bool = True, function: str = ""
-) -> list[Trial]:
+def tried(found: Diagnosis, output: str, command: Sequence[str], tries: bool = True, function: str = "") -> list[Trial]:
     """Try the switches among the remedies, and another function of the same file on the same inputs. `command`: the
     arguments of the doctor that made the diagnosis; `output`: what a script printed meanwhile, which is its result.
     Each trial is printed before it begins; an interrupt ends it."""
-    chosen = remedies.switches(found.findings) if switches else []
+    chosen = switches(found.findings) if tries else []
     what: list[tuple[str, str, dict[str, Any]]]
-    what = [(code, remedies.as_text(options), {"options": options}) for code, options in chosen]
+    what = [(code, as_text(options), {"options": options}) for code, options in chosen]
     if function:
         what.append((found.findings[0].code if found.findings else "", function, {"function": function}))
     made = []
@@ -119,10 +127,10 @@ def _diagnosed(
     changed = patched(trial.get("options", {}))
     if not options.function:
         with device as simulation, changed:
-            fresh_start.seed()
+            seed()
             return of_script(options.path, options.arguments, simulation is not None)
     with program.running(options, device), changed:
-        fresh_start.seed()  # the same weights, inputs and losses in each process
+        seed()  # the same weights, inputs and losses in each process
         name = trial.get("function", options.function)
         fn, inputs = program.load(options.path, name, options.function, options.remedy or "")
         found = diagnose(

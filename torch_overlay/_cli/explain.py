@@ -18,7 +18,7 @@ from torch_overlay._cli.screen import Screen, width
 from torch_overlay._inductor.relaunch import causes, coverage
 from torch_overlay.analysis.memory_report import account, amount, describe
 from torch_overlay.analysis.timelines.lines import own_line
-from torch_overlay.analysis.timelines.run import step, watching
+from torch_overlay.analysis.timelines.timeline import step, watching
 from torch_overlay.testing import observe
 from torch_overlay.testing._text import call_bodies, innermost_frame
 

@@ -13,7 +13,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli.commands import UsageError
-from torch_overlay.testing import _compile, simulated_gpu
+from torch_overlay.testing import _observe, simulated_gpu
 
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def load(path: str, name: str, inputs_of: str = "", other: str = "") -> tuple[Ca
 def as_compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile what `load` returned. Raises UsageError for a mode that there isn't, or that would have no effect."""
     try:
-        return _compile.as_compiled(fn, **options)
+        return _observe.as_compiled(fn, **options)
     except (RuntimeError, ValueError) as error:
         raise UsageError(str(error)) from error
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch_overlay._cli import program
 from torch_overlay._cli.commands import Outcome
-from torch_overlay.analysis.timelines.run import timeline
+from torch_overlay.analysis.timelines.timeline import timeline
 
 
 if TYPE_CHECKING:

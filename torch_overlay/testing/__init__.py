@@ -8,8 +8,7 @@ with simulated_gpu():
 print(result.graphs[0], result.wrappers[0])
 """
 
-from torch_overlay.testing._compile import compile_only
-from torch_overlay.testing._observe import Compiled, Frame, GraphBreak, observe, Region
+from torch_overlay.testing._observe import compile_only, Compiled, Frame, GraphBreak, observe, Region
 from torch_overlay.testing._placement import placement_checked, Unplaced
 from torch_overlay.testing._simulate import active, simulated_gpu, Simulation
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 
-from torch_overlay.testing import _hardware
+from torch_overlay.testing import _device
 from torch_overlay.testing._fake_ops import NotSimulated
 from torch_overlay.testing._stub_module import stub_module
 
@@ -75,7 +75,10 @@ def device_mocks(d: Devices) -> list[Mock]:
     """Return the mocks of what PyTorch asks the CUDA runtime for."""
     current = "the device of this thread is kept by c10's fake guard, not by the CUDA runtime"
     streams = "streams of this thread are kept by c10's fake guard, not by c10::cuda"
-    properties = _returns(_hardware.H200)
+    properties = _returns(_device.H200)
+    exchange, maybe_exchange = _calls(d.exchange_device), _calls(d.exchange_device)
+    interface = "torch._dynamo.device_interface.CudaInterface"
+    variable = "torch._dynamo.variables.ctx_manager.CUDADeviceVariable"
     return [
         Mock("torch._C._cuda_getDeviceCount", _returns(d.count), "asks the runtime, which asks the driver"),
         Mock("torch.cuda._cached_device_count", d.count, "device_count() would ask NVML; this is its own cache"),
@@ -83,30 +86,24 @@ def device_mocks(d: Devices) -> list[Mock]:
         Mock("torch.cuda._get_device_properties", properties, "set by the C initialisation", create=True),
         Mock(
             "torch.cuda.default_generators",
-            tuple(_hardware.Generator(i) for i in range(d.count)),
+            tuple(_device.Generator(i) for i in range(d.count)),
             "set by the C initialisation; Dynamo and AOTAutograd save and restore their state",
         ),
-        Mock("torch._C._cuda_getDevice", _calls(d.get_device), current),
+        Mock("torch._C._cuda_getDevice", _calls(_device._get_device), current),
         Mock("torch._C._cuda_setDevice", _calls(d.set_device), current),
-        Mock("torch._C._cuda_exchangeDevice", exchange := _calls(d.exchange_device), current),
-        Mock("torch._C._cuda_maybeExchangeDevice", maybe_exchange := _calls(d.maybe_exchange_device), current),
+        Mock("torch._C._cuda_exchangeDevice", exchange, current),
+        Mock("torch._C._cuda_maybeExchangeDevice", maybe_exchange, current),
         Mock("torch.cuda._exchange_device", exchange, "alias taken at import"),
         Mock("torch.cuda._maybe_exchange_device", maybe_exchange, "alias taken at import"),
-        Mock("torch._dynamo.device_interface.CudaInterface.exchange_device", staticmethod(exchange), "alias, too"),
-        Mock(
-            "torch._dynamo.device_interface.CudaInterface.maybe_exchange_device", staticmethod(maybe_exchange), "alias"
-        ),
-        Mock("torch._dynamo.variables.ctx_manager.CUDADeviceVariable._exchange_fn", staticmethod(exchange), "alias"),
-        Mock(
-            "torch._dynamo.variables.ctx_manager.CUDADeviceVariable._maybe_exchange_fn",
-            staticmethod(maybe_exchange),
-            "alias",
-        ),
+        Mock(f"{interface}.exchange_device", staticmethod(exchange), "alias, too"),
+        Mock(f"{interface}.maybe_exchange_device", staticmethod(maybe_exchange), "alias"),
+        Mock(f"{variable}._exchange_fn", staticmethod(exchange), "alias"),
+        Mock(f"{variable}._maybe_exchange_fn", staticmethod(maybe_exchange), "alias"),
         Mock("torch._C._cuda_hasPrimaryContext", _calls(d.has_context), "asks the driver"),
         Mock("torch._C._cuda_getCurrentStream", _calls(d.stream_data), streams),
         Mock("torch._C._cuda_getDefaultStream", _calls(d.default_stream_data), streams),
         Mock("torch._C._cuda_getCurrentRawStream", raw := _calls(d.raw_stream), streams),
-        Mock("torch._dynamo.device_interface.CudaInterface.get_raw_stream", staticmethod(raw), "alias taken at import"),
+        Mock(f"{interface}.get_raw_stream", staticmethod(raw), "alias taken at import"),
         Mock("torch._C._cuda_setStream", _calls(d.set_stream_by_id), streams),
         Mock("torch._C._accelerator_setStream", _calls(d.set_stream), "native, but it must be logged"),
         Mock("torch._C._cuda_memoryStats", _returns({}), "asks c10's allocator, which has no such device"),
@@ -230,6 +227,11 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
     fold = UniformValueConstantFolder.run
+
+    def fold_on_cpu(folder: Any) -> Any:
+        with _OnCpu():
+            return fold(folder)
+
     return [
         Mock(
             "torch._inductor.graph.GraphLowering.compile_to_module",
@@ -253,7 +255,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         ),
         Mock(
             "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder.run",
-            lambda folder: _on_cpu(fold, folder),
+            fold_on_cpu,
             "folds by executing constant nodes on their device, or in pinned memory, with all modes off",
         ),
         Mock(
@@ -287,7 +289,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         Mock("torch._inductor.select_algorithm._log_autotune_choices_stats", _returns(None), "prints them as well"),
         Mock(
             "triton.runtime.driver.driver._active",
-            _hardware.TritonDriver(),
+            _device.TritonDriver(),
             "Triton would load libcuda to know its target",
         ),
     ]
@@ -302,11 +304,6 @@ class _OnCpu(TorchDispatchMode):
         # A copy to a device gets the device by position.
         args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         return func(*args, **kwargs)
-
-
-def _on_cpu(fn: Callable[..., Any], *args: Any) -> Any:
-    with _OnCpu():
-        return fn(*args)
 
 
 def _first_triton_template(self: Any, choices: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay.testing import _attention, _fake_ops, _mocks, _native
+from torch_overlay.testing import _fake_ops, _mocks, _native
 from torch_overlay.testing._device import DeviceLog, Devices
 
 
@@ -51,8 +51,7 @@ class Simulation:
                 *_mocks.compiler_mocks(self._record_cudagraph),
             ):
                 enter(stand_in.patch())
-            enter(_fake_ops.allocations(self.fake_mode))
-            enter(_attention.attention())
+            enter(_fake_ops.kernels(self.fake_mode))
             enter(_mocks.forgotten_caches())
             enter(_mocks.private_cache_dir())
             enter(self._in_new_threads())
@@ -92,14 +91,12 @@ _MOCKED_MODULES = (
     "torch._inductor.select_algorithm",
 )
 _lock = threading.RLock()
-_active: list[Simulation] = []
-_of_process: list[contextlib.ExitStack] = []  # what the simulation changed for all threads
+_active: list[tuple[Simulation, contextlib.ExitStack]] = []  # the simulation, and what it changed for all threads
 _open: list[tuple[int, contextlib.ExitStack]] = []  # what a thread entered
 
 
 def _end() -> None:
-    _active.pop()
-    _of_process.pop().close()
+    _active.pop()[1].close()
 
 
 @atexit.register
@@ -111,7 +108,7 @@ def _leave() -> None:
     _open.clear()
     for stack in reversed(mine):
         stack.close()
-    while _of_process:
+    while _active:
         _end()
 
 
@@ -139,7 +136,7 @@ class simulated_gpu(contextlib.ContextDecorator):
     def __enter__(self) -> Simulation:
         with _lock, contextlib.ExitStack() as stack:
             if _active:
-                simulation = _active[-1]
+                simulation = _active[-1][0]
                 if simulation.devices.count < self._count:
                     raise RuntimeError(
                         f"simulated_gpu({self._count}) inside a simulation of {simulation.devices.count} device(s): "
@@ -149,8 +146,7 @@ class simulated_gpu(contextlib.ContextDecorator):
                 simulation = Simulation(self._count)
                 with contextlib.ExitStack() as of_process:
                     of_process.enter_context(simulation._entered())
-                    _of_process.append(of_process.pop_all())
-                _active.append(simulation)
+                    _active.append((simulation, of_process.pop_all()))
                 stack.callback(_end)
             stack.enter_context(simulation._enter_thread())
             self._stacks.append(stack.pop_all())
@@ -166,4 +162,4 @@ class simulated_gpu(contextlib.ContextDecorator):
 
 def active() -> Simulation | None:
     """Return the simulation that the process is in, if any."""
-    return _active[-1] if _active else None
+    return _active[-1][0] if _active else None

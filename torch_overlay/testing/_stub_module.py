@@ -11,7 +11,6 @@ with the arguments of that call. So the code after a graph break, the backward a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import types
 from typing import Any, TYPE_CHECKING
@@ -43,42 +42,19 @@ def executed_by(execute: Callable[[str, Any], Any]) -> Iterator[None]:
         _execute.remove(execute)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TensorOutput:
-    size: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def make(self, value: Callable[[Any], int]) -> torch.Tensor:
-        size, stride = [value(s) for s in self.size], [value(s) for s in self.stride]
-        return torch.empty_strided(size, stride, dtype=self.dtype, device=self.device)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ScalarOutput:
-    expr: Any
-
-    def make(self, value: Callable[[Any], Any]) -> int | float | bool:
-        return value(self.expr)
-
-
-class _NoOutput:
-    def make(self, value: Callable[[Any], int]) -> None:
-        return None
-
-
-def _describe(output: Any) -> _TensorOutput | _ScalarOutput | _NoOutput:
+def _maker(output: Any) -> Callable[[Callable[[Any], Any]], Any]:
+    """Return the function that makes an output of the graph, given a function that evaluates symbolic numbers."""
     from torch._inductor import ir
 
     if isinstance(output, ir.NoneAsConstantBuffer):
-        return _NoOutput()
+        return lambda value: None
     if isinstance(output, ir.ShapeAsConstantBuffer):
-        return _ScalarOutput(output.expr)
+        output = output.expr
     if isinstance(output, sympy.Basic | int | float):
-        return _ScalarOutput(output)
-    device = output.get_device()
-    return _TensorOutput(tuple(output.get_size()), tuple(output.get_stride()), output.get_dtype(), device)
+        return lambda value: value(output)
+    sizes, strides = tuple(output.get_size()), tuple(output.get_stride())
+    kind = {"dtype": output.get_dtype(), "device": output.get_device()}
+    return lambda value: torch.empty_strided([*map(value, sizes)], [*map(value, strides)], **kind)
 
 
 def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[Any, Any]) -> None:
@@ -98,7 +74,7 @@ def stub_module(graph: Any) -> Any:
     if type(graph).save_output_code is not None:
         type(graph).save_output_code(code.value)
     inputs = list(graph.graph_inputs.values())
-    outputs = [_describe(o) for o in graph.graph_outputs]
+    outputs = [_maker(o) for o in graph.graph_outputs]
     hints: dict[Any, Any] = dict(V.graph.sizevars.backed_var_to_val)
 
     partitions: list[Callable[[Any], Any]] = []
@@ -115,7 +91,7 @@ def stub_module(graph: Any) -> Any:
             result = result.subs({s: _UNKNOWN_SIZE if s.is_integer else _UNKNOWN_NUMBER for s in result.free_symbols})
             return bool(result) if result.is_Boolean else int(result) if result.is_Integer else float(result)
 
-        return tuple(o.make(value) for o in outputs)
+        return tuple(make(value) for make in outputs)
 
     def recursively_apply_fns(wrap: Sequence[Callable[[Any], Any]]) -> None:
         partitions[:] = [fn(partition) for fn in wrap]

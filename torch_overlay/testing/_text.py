@@ -32,11 +32,7 @@ class Node:
 
 
 def nodes(gm: torch.fx.GraphModule) -> tuple[Node, ...]:
-    return tuple(Node(_node(n), _stream(n), *_user_line(n)) for n in gm.graph.nodes)
-
-
-def _stream(node: torch.fx.Node) -> int | None:
-    return (node.meta.get("custom") or {}).get("stream")
+    return tuple(Node(_node(n), (n.meta.get("custom") or {}).get("stream"), *_user_line(n)) for n in gm.graph.nodes)
 
 
 def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:

@@ -1,15 +1,18 @@
 """Runs a function for some steps, and says what of it is outside of CUDA graphs, why, and what that costs.
 
 The first half of the steps warms up: graphs are made at the second call of a size. The second half is counted, timed,
-profiled, and run once more while torch notes where the host waits.
+profiled, and run once more while torch notes where the host waits. Remedies that are switches are tried (`SWITCHES`).
+All runs of a function begin with the same random numbers and the same arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import operator
+import random
 import re
 import time
 from collections import Counter
@@ -22,12 +25,21 @@ import torch.utils._pytree as pytree
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.user_lines import is_in_torch
-from torch_overlay.analysis.doctor import eager, fresh_start, remedies, timeline
-from torch_overlay.analysis.doctor.diagnosis import Diagnosis, DIFFER, EQUAL, Finding, Trial, VARY, Work
-from torch_overlay.analysis.doctor.timeline import StepTimeline
-from torch_overlay.analysis.race_check.simulated_backward import nodes_of
+from torch_overlay.analysis.doctor import eager
+from torch_overlay.analysis.doctor.diagnosis import (
+    Diagnosis,
+    DIFFER,
+    EQUAL,
+    Finding,
+    profiled,
+    StepTimeline,
+    Trial,
+    VARY,
+    Work,
+)
+from torch_overlay.analysis.race_check.simulated_operators import nodes_of
 from torch_overlay.testing import observe
-from torch_overlay.testing._compile import is_compiled, run_backward
+from torch_overlay.testing._observe import is_compiled, run_backward
 from torch_overlay.testing._simulate import active
 
 
@@ -40,6 +52,90 @@ if TYPE_CHECKING:
 TIMED = 40  # steps, of which the fastest counts: others may use the host meanwhile
 HOST_READS = ("split-data-dependent", "split-control-flow")  # causes of work for which the host reads data
 LONG = 50.0  # ms; guards don't count in a step that takes longer
+DYNAMO, INDUCTOR, OVERLAY = "torch._dynamo.config", "torch._inductor.config", "torch_overlay.config"
+
+# Code of the cause, a part of its message, and the options that may remove it.
+SWITCHES: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("graph-break", "item", {f"{DYNAMO}.capture_scalar_outputs": True}),
+    ("graph-break", "Dynamic shape operator", {f"{DYNAMO}.capture_dynamic_output_shape_ops": True}),
+    ("graph-break", "ata dependent operator", {f"{DYNAMO}.capture_scalar_outputs": True}),
+    ("inductor", "incompatible op", {f"{INDUCTOR}.graph_partition": True}),
+    ("inductor", "mutated inputs", {f"{INDUCTOR}.triton.cudagraph_support_input_mutation": True}),
+    ("split-dynamic", "", {f"{INDUCTOR}.triton.cudagraph_skip_dynamic_graphs": False}),
+    ("split-small", "", {f"{INDUCTOR}.triton.cudagraph_min_partition_size": 0}),
+    ("cpp-wrapper", "", {f"{INDUCTOR}.cpp_wrapper": False}),
+    ("templates", "", {f"{OVERLAY}.cudagraph_templates": 1024}),
+    ("streams", "", {f"{INDUCTOR}.graph_partition": True}),
+    ("split-devices", "", {f"{OVERLAY}.cudagraph_rewrites": True}),
+    ("split-host", "", {f"{OVERLAY}.cudagraph_rewrites": True}),
+)
+
+
+def switches(findings: Iterable[Finding]) -> list[tuple[str, dict[str, object]]]:
+    """Return (code, options) of each remedy that is a switch and not set yet, the most costly cause first."""
+    found: list[tuple[str, dict[str, object]]] = []
+    for finding in findings:
+        for code, part, options in SWITCHES:
+            if finding.code != code or part not in finding.message or options in [known for _, known in found]:
+                continue
+            if any(getattr(*_option(name)) != value for name, value in options.items()):
+                found.append((code, options))
+    return found
+
+
+def _option(name: str) -> tuple[Any, str]:
+    """Return the configuration module and the option in it that a full name stands for."""
+    module, _, option = name.partition(".config.")
+    return importlib.import_module(f"{module}.config"), option
+
+
+@contextlib.contextmanager
+def patched(options: dict[str, object]) -> Iterator[None]:
+    """Set options, given by their full names, for the time inside."""
+    with contextlib.ExitStack() as stack:
+        for name, value in options.items():
+            module, option = _option(name)
+            stack.enter_context(module.patch({option: value}))
+        yield
+
+
+def as_text(options: dict[str, object]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in options.items())
+
+
+def seed() -> None:
+    """Seed the generators of torch, Python and numpy."""
+    random.seed(0)
+    torch.manual_seed(0)
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(0)
+
+
+def random_states() -> list[torch.Tensor]:
+    """Return the states of torch's generators of the host and of the current device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+
+
+class SavedArguments:
+    """The memory of arguments, of modules among them as well, kept on the host."""
+
+    def __init__(self, args: Any) -> None:
+        self.storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        for leaf in pytree.tree_leaves(args):
+            is_module = isinstance(leaf, torch.nn.Module)
+            for tensor in [*leaf.parameters(), *leaf.buffers()] if is_module else [leaf]:
+                with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # no tensor; a sparse one
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in self.storages:
+                        self.storages[storage._cdata] = storage, storage.cpu().clone()
+
+    def restore(self) -> None:
+        """Undo what has been written to them."""
+        for storage, copy in self.storages.values():
+            if storage.nbytes() == copy.nbytes():  # else the function has changed its size
+                storage.copy_(copy)
 
 
 def diagnose(
@@ -62,7 +158,7 @@ def diagnose(
     if steps < 4:
         raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
     simulated = active() is not None
-    job = _Job(args, backward, steps, simulated, fresh_start.SavedArguments(() if simulated else args))
+    job = _Job(args, backward, steps, simulated, SavedArguments(() if simulated else args))
     first = job.measure(fn)
     trials: list[Trial] = []
     without = None
@@ -73,9 +169,9 @@ def diagnose(
             without = job.measure(fn, detail=False).ms
     found = diagnosis(target or name_of(fn), job.simulated, first.coverage, first.findings, job.counted)
     if tries:
-        for code, options in remedies.switches(found.findings):
+        for code, options in switches(found.findings):
             with patched(options):
-                trials.append(job.tried(fn, first, found, (code, remedies.as_text(options))))
+                trials.append(job.tried(fn, first, found, (code, as_text(options))))
     if remedy is not None:
         code = found.findings[0].code if found.findings else ""
         trials.append(job.tried(remedy, first, found, (code, name_of(remedy))))
@@ -156,7 +252,7 @@ class _Job:
     backward: bool
     steps: int
     simulated: bool
-    saved: fresh_start.SavedArguments
+    saved: SavedArguments
     runs: dict[int, Callable[..., Any]] = field(default_factory=dict)  # what is called for a function, by its id
 
     @property
@@ -179,8 +275,8 @@ class _Job:
         with observe() as seen:
             run = self._compiled(fn)
             self.saved.restore()
-            fresh_start.seed()
-            generators = fresh_start.generators()
+            seed()
+            states = random_states()
             for _ in range(1 if self.simulated else self.steps // 2):
                 self.step(run)
             result: Any = None
@@ -202,10 +298,10 @@ class _Job:
         if not self.simulated:
             torch.cuda.synchronize()
             found.results = values_of(result)
-            is_random = not all(map(torch.equal, generators, fresh_start.generators()))
+            is_random = not all(map(torch.equal, states, random_states()))
             found.ms = _least_ms(lambda: self.step(run))
             found.guards_us = guards_us(lambda: self.step(run), found.ms) if detail else None
-            found.timeline = timeline.take(lambda: self.step(run)) if detail else StepTimeline()
+            found.timeline = profiled(lambda: self.step(run)) if detail else StepTimeline()
             with eager.noted_waits() as noted:
                 self.step(run)
             torch.cuda.synchronize()
@@ -219,7 +315,7 @@ class _Job:
         """Return the results with eager's random numbers: Inductor's depend on what is compiled together."""
         torch._dynamo.reset()
         self.saved.restore()
-        fresh_start.seed()
+        seed()
         result: Any = None
         with torch._inductor.config.patch(fallback_random=True):
             for _ in range(self.steps):
@@ -353,13 +449,3 @@ def values_of(result: Any) -> list[torch.Tensor]:
     """Return copies of the tensors in a result. A number is one, too: `.item()` may be what a remedy removes."""
     leaves = [torch.tensor(v) if isinstance(v, (int, float, complex)) else v for v in pytree.tree_leaves(result)]
     return [t.detach().clone() for t in leaves if isinstance(t, torch.Tensor)]
-
-
-@contextlib.contextmanager
-def patched(options: dict[str, object]) -> Iterator[None]:
-    """Set options, given by their full names, for the time inside."""
-    with contextlib.ExitStack() as stack:
-        for name, value in options.items():
-            module, option = remedies.split(name)
-            stack.enter_context(module.patch({option: value}))
-        yield

@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 from torch_overlay import config
 from torch_overlay._inductor.streams import lowering
 from torch_overlay._stream_handling import handles_streams
-from torch_overlay.analysis.race_check.context import assemble, Context, Promises
 from torch_overlay.analysis.race_check.happens_before import analyse, Race
+from torch_overlay.analysis.race_check.race_report import assemble, Context, Promises
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import (
     Boundary,
@@ -45,7 +45,7 @@ from torch_overlay.analysis.race_check.trace import (
     View,
 )
 from torch_overlay.testing import observe, simulated_gpu
-from torch_overlay.testing._compile import as_compiled, as_simulated, run_backward
+from torch_overlay.testing._observe import as_compiled, as_simulated, run_backward
 
 
 if TYPE_CHECKING:
@@ -121,13 +121,13 @@ def check(
         if eager:
             before = _in_eager(device, fn, args, calls, backward, notes)
         device.written.clear()
+        device.traces.clear()
         events = frozenset(device.events.values())  # the events that eager code used
         torch._dynamo.reset()
-        traces: list[Trace] = []
         with observe() as seen, device, _watched_folding() as folded:
             device.seen = seen
             run = functools.partial(_run, device, runs, args, calls, backward, before, seen)
-            caller = in_each_way(device, run, traces, misaligned)
+            caller = in_each_way(device, run, misaligned)
             if folded:
                 notes.append(
                     f"{len(folded)} small branch{'es'[: 2 * (len(folded) != 1)]} run on the caller's stream "
@@ -135,9 +135,9 @@ def check(
                 )
                 torch._dynamo.reset()
                 with config.patch(fold_branches_below_us=0.0):
-                    in_each_way(device, run, traces, misaligned)
+                    in_each_way(device, run, misaligned)
             context = Context.of(device, caller.current, before.promises, events & set(device.events.values()))
-    report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
+    report = assemble(device.traces, seen, notes, context)
     over = device.written - before.written if before.written is not None else ()
     faults = [f"{name} is written over: the {part} writes it, and eager's does not" for name, part in sorted(over)]
     unaligned = device.taken_for_aligned.items()
@@ -148,34 +148,28 @@ def check(
     return replace(report, eager_races=before.races)
 
 
-def idle_or_busy(device: SimulatedDevice, run: Callable[..., Caller], traces: list[Trace]) -> Caller:
-    """Run code with busy streams and, if it asks, with idle ones in some of its calls; keep the traces."""
+def idle_or_busy(device: SimulatedDevice, run: Callable[..., Caller]) -> Caller:
+    """Run code with busy streams and, if it asks, with idle ones in some of its calls."""
     device.asked_idle = False
     caller = run()
-    traces.append(device.trace)
     if device.asked_idle:
         for idle in ((True, True), (True, False), (False, True)):
             run(idle=idle)
-            traces.append(device.trace)
     return caller
 
 
-def in_each_way(
-    device: SimulatedDevice, run: Callable[..., Caller], traces: list[Trace], misaligned: bool = False
-) -> Caller:
-    """Run the compiled code in each applicable mode (idle streams, misaligned inputs, captures); keep the traces."""
+def in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned: bool = False) -> Caller:
+    """Run the compiled code in each applicable mode: idle streams, misaligned inputs, captures."""
     first = len(device.modules)
     device.captures = device.has_partitions = False
-    caller = idle_or_busy(device, run, traces)
+    caller = idle_or_busy(device, run)
     if misaligned and any(_ALIGNED_COPY.search(module.original) for module in device.modules[first:]):
         device.misaligned = True
         run()
-        traces.append(device.trace)
         device.misaligned = False
     if device.has_partitions:
         device.captures = True
         run()
-        traces.append(device.trace)
     return caller
 
 
@@ -205,7 +199,8 @@ def _in_eager(
             _run(device, fn, args, calls, backward, EagerOrder())
             promises = _made_twice(promises, _promises(device.trace))
     except Exception as error:
-        notes.append(f"eager's promises are not known, for the function fails there: {_first_line(error)}")
+        text = textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+        notes.append(f"eager's promises are not known, for the function fails there: {text}")
         return EagerOrder()
     names = {name for name, _ in device.captured() if not name.startswith("input")}
     by_caller = [r for r in found.races if CALLER in (r.first.launch.name, r.second.launch.name)]
@@ -240,10 +235,6 @@ def _made_twice(first: Promises, second: Promises) -> Promises:
     return both
 
 
-def _first_line(error: Exception) -> str:
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-
-
 def _run(
     device: SimulatedDevice,
     fn: Callable[..., Any],
@@ -254,19 +245,24 @@ def _run(
     seen: Compiled | None = None,
     idle: Sequence[bool] = (False,),
 ) -> Caller:
-    device.begin()
-    caller = Caller(device, before, joins=seen is None)
+    def call(caller: Caller, number: int) -> None:
+        caller.prepare(args)
+        outputs = fn(*args)
+        if backward:
+            run_backward(outputs, "check(backward=True)")
+        if seen is not None and number == calls:
+            seen.output = outputs
+        caller.rely(f"call {number}", args, outputs, _gradients(fn, args) if backward else [])
+
     with device.streams_put_back():  # a function may leave another stream the current one
-        for number in range(calls):
-            device.idle = idle[number % len(idle)]
-            caller.prepare(args)
-            outputs = fn(*args)
-            if backward:
-                run_backward(outputs, "check(backward=True)")
-            if seen is not None and number == calls - 1:
-                seen.output = outputs
-            caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
-            del outputs
+        return run_calls(Caller(device, before, joins=seen is None), calls, call, idle)
+
+
+def run_calls(caller: Caller, calls: int, call: Callable[[Caller, int], None], idle: Sequence[bool]) -> Caller:
+    """Have a caller make calls, numbered from 1, with streams that are `idle` in some of them, by turns."""
+    for number in range(calls):
+        caller.device.idle = idle[number % len(idle)]
+        call(caller, number + 1)
     return caller
 
 
@@ -281,7 +277,8 @@ def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
 class Caller:
     """The simulated code around a call: it does everything that eager allows it to do."""
 
-    def __init__(self, device: SimulatedDevice, before: EagerOrder, joins: bool = False) -> None:
+    def __init__(self, device: SimulatedDevice, before: EagerOrder, joins: bool) -> None:
+        device.begin()
         self.device, self.before, self.joins = device, before, joins
         self.current = device.current()  # its current stream after the last call
         self.outputs: set[Memory] = set()
@@ -335,8 +332,8 @@ class Caller:
             # The caller reads results, and before the next call it writes to inputs and captured tensors.
             written = {name: memory.stream for name, memory in captured.items() if name not in self.before.keeps}
             promised = all(self.promised(call, name, stream) for name, stream in [*current.items(), *written.items()])
-            if self.joins or not promised:
-                self.join()
+            if self.joins or not promised:  # the host waits for all streams, where nothing is promised
+                self.trace.add(Synchronize(streams=tuple(self.device.streams.values()), site=CALLER))
             for stream in dict.fromkeys(current.values()):
                 read = [t for name, t in named if current[name] == stream]
                 self.device.launch(CALLER, stream, read, [], line="")
@@ -361,10 +358,6 @@ class Caller:
         reliance = promises[call][name]
         reads = name.startswith(("output", "gradient of "))
         return stream in (reliance.readable if reads else reliance.writable)
-
-    def join(self) -> None:
-        """Make the host wait for all streams, as a correct caller does where nothing is promised."""
-        self.trace.add(Synchronize(streams=tuple(self.device.streams.values()), site=CALLER))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -125,19 +125,15 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
                     yield from places.pointers(node.index, value, "" if letter == "?" else letter)
 
 
-class _Places:
+class _Places(AddressMap):
     """Maps addresses to bytes of segments."""
-
-    def __init__(self, graph: CapturedGraph) -> None:
-        self.segments = AddressMap(graph).segments
-        self.starts = [segment.address for segment in self.segments]
 
     def touch(self, node: int, address: int, mode: str, span: ByteSpan | None = None) -> list[Touch]:
         """Return the touch of bytes from an address on: a span of them, or all up to the end of the segment. Empty if
         the address is in no segment.
         """
         at = bisect.bisect_right(self.starts, address) - 1
-        if at < 0 or address >= self.segments[at].address + self.segments[at].size:
+        if at < 0 or address >= self.ends[at]:
             return []
         segment = self.segments[at]
         offset = address - segment.address
@@ -187,9 +183,7 @@ def _trace(graph: CapturedGraph, order: list[int], modes: Mapping[Touch, str], n
         mine, view = accesses[touch.node], View(memories[touch.region], touch.span)
         mine[view] = mode if mine.get(view, mode) == mode else UPDATE
     nodes: dict[int, Node] = {node.index: node for node in graph.nodes}
-    sources: dict[int, list[int]] = {index: [] for index in order}
-    for first, second in graph.edges:
-        sources[second].append(first)
+    sources = orders.directly_after(order, ((second, first) for first, second in graph.edges))
     last: dict[str, int] = {}  # chain -> its last node
     chain: dict[int, str] = {}
     followed = {first for first, _ in graph.edges}

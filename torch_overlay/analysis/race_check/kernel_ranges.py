@@ -88,6 +88,10 @@ class KernelRanges:
             mask = rest if kind == "load" else rest.partition(", ")[2]  # after the stored value
             if not _CONDITION.search(mask):
                 self.accesses.setdefault(parameter, {}).setdefault(kind, []).append(index)
+        self._drop_others(body)
+
+    def _drop_others(self, body: str) -> None:
+        """Drop the accesses to parameters that the kernel also uses in any other way."""
         for parameter, indices in list(self.accesses.items()):
             if len(re.findall(rf"\b{parameter}\b", body)) != sum(map(len, indices.values())):
                 del self.accesses[parameter]
@@ -170,16 +174,14 @@ class HostKernelRanges(KernelRanges):
             self.loops[name] = Elements(min(numbers), (max(numbers) - min(numbers),), (1,))
         for name in _ANY_LOOP.findall(_LOOP.sub("", body)):
             self.loops.pop(name, None)
-        self.indices: dict[str, list[str]] = {}
         for parameter, index in _HOST_ACCESS.findall(body):
-            self.indices.setdefault(parameter, []).append(re.sub(r"(\d)L\b", r"\1", index))
-        for parameter, found in list(self.indices.items()):
-            if len(re.findall(rf"\b{parameter}\b", body)) != len(found):
-                del self.indices[parameter]
+            found = self.accesses.setdefault(parameter, {"": []})
+            found[""].append(re.sub(r"(\d)L\b", r"\1", index))
+        self._drop_others(body)
 
     def elements(self, parameter: str) -> list[Elements] | None:
-        indices = self.indices.get(parameter)
-        return None if indices is None else self._reached(indices, dict(self.loops))
+        indices = self.accesses.get(parameter)
+        return None if indices is None else self._reached(indices[""], dict(self.loops))
 
 
 __all__ = ["Elements", "HostKernelRanges", "KernelRanges"]

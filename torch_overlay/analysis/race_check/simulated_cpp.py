@@ -44,8 +44,8 @@ class _Argument(ctypes.Structure):
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(_Argument))
 
 
-def source_of(text: str) -> str:
-    """Return the C++ to be compiled of a generated module's text."""
+def source_of(text: str) -> tuple[str, list[str]]:
+    """Return the C++ to be compiled of a generated module's text, and the names of its constants, by number."""
     entry = _ENTRY.search(text)
     assert entry is not None
     body = entry[0].replace(", kernels, this->cubin_dir_)", ")")
@@ -66,21 +66,20 @@ def source_of(text: str) -> str:
         f'template <class... A> int64_t {name}(const A&... given) {{ return call_python("{name}", given...); }}'
         for name in names
     ]
-    return "\n".join(
-        (
-            _STAND_IN.read_text(),
-            *(f"constexpr int32_t {name} = {number};" for number, name in enumerate(constants)),
-            *functions,
-            (csrc.FOLDER / "generated_region.h").read_text(),
-            *_STATIC.findall(text),
-            body,
-            'extern "C" int run(Call call, AtenTensorHandle* inputs, AtenTensorHandle* outputs) {',
-            "    to_python = call;",
-            f"    try {{ {call}; }} catch (const std::exception&) {{ return 1; }}",
-            "    return 0;",
-            "}",
-        )
+    parts = (
+        _STAND_IN.read_text(),
+        *(f"constexpr int32_t {name} = {number};" for number, name in enumerate(constants)),
+        *functions,
+        (csrc.FOLDER / "generated_region.h").read_text(),
+        *_STATIC.findall(text),
+        body,
+        'extern "C" int run(Call call, AtenTensorHandle* inputs, AtenTensorHandle* outputs) {',
+        "    to_python = call;",
+        f"    try {{ {call}; }} catch (const std::exception&) {{ return 1; }}",
+        "    return 0;",
+        "}",
     )
+    return "\n".join(parts), constants
 
 
 @functools.cache
@@ -104,8 +103,7 @@ class CppModule(Module):
     """A generated module whose `call` is C++."""
 
     def load(self, text: str) -> None:
-        self.source = source_of(text)
-        self.constants = sorted({found[0] for found in _CONSTANT.finditer(_ENTRY.search(text)[0])})  # type: ignore[index]
+        self.source, self.constants = source_of(text)
         kernels = _KERNEL.findall(text)
         self.kernels = {name: _Triton(self.device, function, source) for name, function, source in kernels}
         count = re.search(r"(?:num_outputs=|AOTInductorModelBase\(\d+,\s+)(\d+)", text)

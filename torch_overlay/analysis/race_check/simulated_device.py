@@ -23,7 +23,9 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_overlay.analysis.race_check.simulated_operators import SimulatedOperators
+from torch_overlay.analysis.race_check.simulated_cpp import module_type
+from torch_overlay.analysis.race_check.simulated_module import execute, runtime
+from torch_overlay.analysis.race_check.simulated_operators import engine, SimulatedOperators
 from torch_overlay.analysis.race_check.source_lines import _is_compiling, assigned_name, site, user_line
 from torch_overlay.analysis.race_check.trace import (
     Access,
@@ -43,6 +45,7 @@ from torch_overlay.analysis.race_check.trace import (
     Wait,
 )
 from torch_overlay.testing import _stub_module
+from torch_overlay.thread_value import ThreadValue
 
 
 if TYPE_CHECKING:
@@ -77,11 +80,6 @@ def _reported(method: Callable[..., Operation]) -> Callable[..., None]:
     return run
 
 
-class _DeviceOfThread(threading.local):
-    def __init__(self) -> None:
-        self.paused = 0
-
-
 class SimulatedDevice:
     """A context manager that writes `trace` while it is entered. `idle` is the answer to regions that ask whether their
     streams are idle.
@@ -99,6 +97,7 @@ class SimulatedDevice:
         self.simulation, self.devices, self.mode = simulation, simulation.devices, simulation.fake_mode
         self.misaligned, self.rewrite = misaligned, rewrite
         self.trace = Trace()
+        self.traces: list[Trace] = []  # of all runs, each from a `begin` on
         self.idle = False
         self.captures = False  # a partition is one launch of a CUDA graph
         self.has_partitions = False
@@ -127,20 +126,17 @@ class SimulatedDevice:
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
         self.lock = threading.RLock()  # several threads may run parts of the program
-        self.of_thread = _DeviceOfThread()
+        self.paused = ThreadValue(False)
         self.operators = SimulatedOperators(self)
         self._stack = contextlib.ExitStack()
 
     # ---- listening
 
     def __enter__(self) -> SimulatedDevice:
-        from torch_overlay.analysis.race_check.simulated_backward import engine
-        from torch_overlay.analysis.race_check.simulated_cpp import module_type
-        from torch_overlay.analysis.race_check.simulated_module import execute, runtime
-
         assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.listening())
+            self.devices.listener = self.mode.listener = self
+            stack.callback(self._stop)
             stack.enter_context(
                 _stub_module.executed_by(lambda text, stub: execute(self, text, stub, module_type(text)))
             )
@@ -155,24 +151,15 @@ class SimulatedDevice:
     def begin(self) -> None:
         """Start a new trace. Streams and events keep their names."""
         self.trace, self.memories, self.names = Trace(), {}, {}
+        self.traces.append(self.trace)
         self.home = [self.current(index) for index in range(self.devices.count)]
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        self.devices.listener = self.mode.listener = self
-        try:
-            yield
-        finally:
-            self.devices.listener = self.mode.listener = None
+    def _stop(self) -> None:
+        self.devices.listener = self.mode.listener = None
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> contextlib.AbstractContextManager[Any]:
         """Leave out operations inside the context: they are no part of the program."""
-        self.of_thread.paused += 1
-        try:
-            yield
-        finally:
-            self.of_thread.paused -= 1
+        return self.paused.within(True)
 
     @contextlib.contextmanager
     def streams_put_back(self) -> Iterator[None]:
@@ -216,7 +203,7 @@ class SimulatedDevice:
             self.graph_stream = self.capture = None
 
     def is_listening(self) -> bool:
-        return not self.of_thread.paused and not _is_compiling()
+        return not self.paused.value and not _is_compiling()
 
     # ---- names
 

@@ -4,7 +4,8 @@ The wrapper's own Python runs: allocations, deletions, reuse, partitions, the re
 operators. Each Triton or C++ kernel is replaced by a function that notes which arguments the kernel reads and which it
 writes, by Inductor's names (`in_ptr`, `out_ptr`, `in_out_ptr`), `mutated_arg_names` and the stores in its source, and
 which elements of the arguments (`kernel_ranges`). A user's kernel that stores through computed pointers is taken to
-write through every pointer.
+write through every pointer. The native region, the boundary of generated code, is one on the simulated device's streams
+and events; nothing is captured, so the events for a caller's capture are ordinary ones.
 """
 
 from __future__ import annotations
@@ -20,16 +21,65 @@ from unittest import mock
 import torch
 
 from torch_overlay._inductor.streams import runtime as stream_runtime
+from torch_overlay._inductor.streams.runtime import EventRegion
 from torch_overlay.analysis.race_check.kernel_ranges import HostKernelRanges, KernelRanges
-from torch_overlay.analysis.race_check.simulated_region import SimulatedRegion
 from torch_overlay.analysis.race_check.trace import ByteSpan, HOST, View
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from torch_overlay._inductor.streams.region_spec import RegionSpec
     from torch_overlay.analysis.race_check.kernel_ranges import Elements
     from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+
+
+class SimulatedEvent:
+    """Replacement for `events.Event` of the C module: the lines of a region give it raw handles."""
+
+    def __init__(self, region: SimulatedRegion) -> None:
+        self.region, self.index = region, region.spec.device or 0
+        self.event = torch.Event(device=torch.device("cuda", self.index))
+        self.idle = False
+
+    def _stream(self, stream: torch.cuda.Stream | int) -> torch.cuda.Stream:
+        if isinstance(stream, torch.cuda.Stream):
+            return stream
+        if stream == 0:
+            return torch.cuda.default_stream(self.index)
+        return torch.cuda.ExternalStream(stream, device=self.index)
+
+    def record(self, stream: torch.cuda.Stream | int) -> None:
+        self.idle = False
+        self.event.record(self._stream(stream))
+
+    def record_busy(self, stream: torch.cuda.Stream) -> None:
+        if self.region.are_idle([stream]):
+            self.idle = True
+        else:
+            self.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream | int) -> None:
+        if not self.idle:
+            self.event.wait(self._stream(stream))
+
+    wait_entry = wait
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class SimulatedRegion(EventRegion):
+    def __init__(self, device: SimulatedDevice, spec: RegionSpec) -> None:
+        super().__init__(spec)
+        self.device = device
+
+    def make_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def are_idle(self, streams: Iterable[torch.cuda.Stream]) -> bool:
+        self.device.asked_idle = True
+        return self.device.idle and super().are_idle(streams)
 
 
 class CheckError(RuntimeError):
@@ -276,4 +326,4 @@ def runtime(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-__all__ = ["CheckError", "Module"]
+__all__ = ["SimulatedRegion", "CheckError", "Module"]

@@ -66,14 +66,18 @@ def _statement(frame: FrameType) -> str:
     return lines[frame.f_lineno - 1].strip() if frame.f_lineno <= len(lines) else ""
 
 
+def _current() -> FrameType | None:
+    """Return the frame of the current statement, in generated code or in the user's code."""
+    return next((frame for frame in outward(sys._getframe()) if is_generated(frame) or _is_users(frame)), None)
+
+
 def user_line() -> str:
     """Return the user's source line for the current statement."""
-    for frame in outward(sys._getframe()):
-        if is_generated(frame):
-            return frame.f_globals["_module"].user_line(frame.f_lineno)
-        if _is_users(frame):
-            return source_line(frame.f_code.co_filename, frame.f_lineno)
-    return ""
+    if (frame := _current()) is None:
+        return ""
+    if is_generated(frame):
+        return frame.f_globals["_module"].user_line(frame.f_lineno)
+    return source_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def source_line(path: str, number: int) -> str:
@@ -82,10 +86,7 @@ def source_line(path: str, number: int) -> str:
 
 def assigned_name() -> str:
     """Return the variable that the current statement of generated code assigns ("" if none)."""
-    for frame in outward(sys._getframe()):
-        if is_generated(frame):
-            left = _statement(frame).removeprefix("if multi_stream: ").partition(" = ")[0]
-            return left if left.isidentifier() else ""
-        if _is_users(frame):
-            return ""
-    return ""
+    if (frame := _current()) is None or not is_generated(frame):
+        return ""
+    left = _statement(frame).removeprefix("if multi_stream: ").partition(" = ")[0]
+    return left if left.isidentifier() else ""

@@ -1,5 +1,4 @@
-"""Timelines of a call: `run` measures or simulates it (`clock`, `device`, `profile`), `model` keeps it.
+"""Timelines of a call: `timeline` simulates it (`clock`) or measures it (`profile`), and has the public class.
 
-`timeline` is the public class, `layout` and `lines` arrange it, `svg` and `json` write it, `offload` adds copies of
-saved activations.
+`lines` names the work, `model` has the parts of a timeline, `layout` arranges them in the picture that `svg` draws.
 """

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch_overlay.analysis.memory_report import amount
-from torch_overlay.analysis.timelines.json import place
-from torch_overlay.analysis.timelines.model import COPIES, WAIT
+from torch_overlay.analysis.timelines.model import COPIES, place, WAIT
 
 
 if TYPE_CHECKING:

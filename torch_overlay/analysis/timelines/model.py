@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch_overlay.analysis.memory_report import amount
 
@@ -80,6 +80,11 @@ def copied(copy: Slice) -> str:
     return f"{copy.name}, {amount(copy.nbytes)}, {when}{hidden}" + (f", {copy.line}" if copy.line else "")
 
 
+def place(line: str) -> str:
+    """Return the `file:number` of a source line."""
+    return ":".join(line.split(":", 2)[:2]) if line.count(":") >= 2 else line
+
+
 def lane_name(name: str, slices: Iterable[Slice]) -> str:
     """Return the name of a stream, with the direction if it only copies in one direction."""
     kinds = {s.kind for s in slices}
@@ -120,6 +125,58 @@ def exposed(copy: Slice, slices: Iterable[Slice]) -> Iterator[tuple[float, float
         at = max(at, s.end)
     if at < copy.end:
         yield at, copy.end
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """A kernel or a copy, as the device ran it; times in microseconds."""
+
+    stream: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Overlap of streams. `busy`: time in which at least one stream ran work; `shared`: in which at least two did."""
+
+    busy: float
+    shared: float
+    streams: int
+
+    @property
+    def fraction(self) -> float:
+        return self.shared / self.busy if self.busy else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.fraction:.0%} of {self.busy:.0f} µs, {self.streams} stream{'s'[: self.streams != 1]}"
+
+
+def overlap(work: Iterable[DeviceWork]) -> Overlap:
+    """Measure the overlap by a sweep over starts and ends. Work that overlaps on one stream counts once."""
+    work = list(work)
+    edges = sorted([(w.start, 1, w.stream) for w in work] + [(w.end, -1, w.stream) for w in work])
+    running: dict[int, int] = {}
+    busy = shared = 0.0
+    since = edges[0][0] if edges else 0.0
+    for at, change, stream in edges:
+        active = sum(1 for count in running.values() if count > 0)
+        busy += (at - since) * (active >= 1)
+        shared += (at - since) * (active >= 2)
+        since = at
+        running[stream] = running.get(stream, 0) + change
+    return Overlap(busy, shared, len({w.stream for w in work}))
+
+
+def device_work(profile: Any) -> list[DeviceWork]:
+    """Return the kernels and copies of a finished `torch.profiler.profile`."""
+    from torch.autograd import DeviceType
+
+    return [
+        DeviceWork(event.device_resource_id, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
 
 
 __all__ = ["Arrow", "Lane", "Slice"]

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay.analysis.timelines.lines import argument, Event, LAUNCH, Lines, RECORD, Run, WAIT
+from torch_overlay.analysis.timelines.lines import argument, Event, LAUNCH, Lines, offloaded, RECORD, Run, WAIT
 from torch_overlay.analysis.timelines.model import (
     Arrow,
     FROM_HOST,
@@ -28,7 +28,6 @@ from torch_overlay.analysis.timelines.model import (
     TO_HOST,
     with_hidden,
 )
-from torch_overlay.analysis.timelines.offload import offloaded
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from torch_overlay.analysis.memory_report import amount
-from torch_overlay.analysis.timelines.json import place
 from torch_overlay.analysis.timelines.layout import (
     BOX,
     CHARACTER,
@@ -30,7 +29,7 @@ from torch_overlay.analysis.timelines.layout import (
     TICKS,
     WIDTH,
 )
-from torch_overlay.analysis.timelines.model import COPIES, exposed, microseconds, WAIT
+from torch_overlay.analysis.timelines.model import COPIES, exposed, microseconds, place, WAIT
 
 
 if TYPE_CHECKING:
