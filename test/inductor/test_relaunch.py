@@ -103,8 +103,7 @@ class TestLifeOfARegion(RelaunchTestCase):
             run([torch.randn(4, 4), w])
         before = self.counted("relaunches")
         self.device.captured_by_user = True
-        x = torch.randn(4, 4)
-        self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, w=w)
         self.assertEqual(self.counted("relaunches"), before)
 
     def test_threads(self):
@@ -150,10 +149,8 @@ class TestLifeOfARegion(RelaunchTestCase):
             replay(executable)
 
         def work():
-            for _ in range(4):
-                for each in (run, other):
-                    x, w = torch.randn(4, 4), torch.randn(4, 4)
-                    self.assertEqual(each([x, w])[0], x * w + x)
+            for each in (run, other) * 4:
+                self.add(each)
 
         with mock.patch.object(Executable, "replay", collecting):
             thread = threading.Thread(target=work, daemon=True)
@@ -162,12 +159,6 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertFalse(thread.is_alive(), "it waits for a lock of its own")
         self.assertEqual(inside, [True] * 3)
         self.assertEqual(self.counted("relaunches"), 6)
-
-    def test_finalizer_in_a_launch(self):
-        self.check_finalizer()
-
-    def test_finalizer_in_a_launch_that_is_verified(self):
-        self.check_finalizer(verify=True)
 
     def test_finalizer_while_a_lock_is_held(self):
         run = self.runner(ADD)
@@ -180,8 +171,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual(self.counted("relaunches"), 2)
 
     def test_region_that_is_called_while_its_graphs_are_given_up(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         called = []
         (state,) = run.states.values()
         weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
@@ -192,8 +182,7 @@ class TestLifeOfARegion(RelaunchTestCase):
     def test_all_is_gone_with_the_runner(self):
         gc.collect()
         before = runners.counts()
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
         del run
         gc.collect()
@@ -229,13 +218,18 @@ class TestLifeOfARegion(RelaunchTestCase):
             self.assertEqual(run([x, w])[0], x * w + x)
 
     def test_module_gets_its_allocator_back(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
-    def test_finalizer_in_a_launch_by_torch(self):
-        with mock.patch.object(Executable, "direct", False):
-            self.check_finalizer()
+    def test_finalizer_in_a_launch(self):
+        for by, direct, verify in (
+            ("the C module", True, False),
+            ("it, verified", True, True),
+            ("torch", False, False),
+        ):
+            with self.subTest(by), mock.patch.object(Executable, "direct", direct):
+                counters.clear()
+                self.check_finalizer(verify=verify)
 
     def test_launch_inside_of_a_launch_says_so(self):
         run, errors = self.runner(ADD), []
@@ -273,8 +267,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         run = self.runner(ADD, static=[1])
         a, b = torch.randn(4, 4), torch.randn(4, 4)
         for w in (a, a, a, b, a, b, b, a):
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, w=w)
 
     def test_storage_exchanged_under_the_same_parameter(self):
         run = self.runner(ADD, static=[1])
@@ -290,15 +283,12 @@ class TestLifeOfARegion(RelaunchTestCase):
             lambda: None,
         ):
             change()
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, w=w)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_no_reference_is_lost_or_gained(self):
-        run = self.runner(ADD, static=[1])
+        run = self.warmed(static=[1])
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         before = sys.getrefcount(x), sys.getrefcount(w)
         gc.collect()
         objects = len(gc.get_objects())
@@ -309,10 +299,8 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertLess(len(gc.get_objects()) - objects, 250)
 
     def test_launch_that_fails(self):
-        run = self.runner(ADD, static=[1])
+        run = self.warmed(static=[1])
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
             relaunch_driver.driver().fail(name, 2)
             inputs = [torch.randn(4, 4), w]
@@ -350,10 +338,8 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_executable_outlives_a_call_that_is_under_way(self):
         """Another thread may give up the graphs while this one is about to launch."""
-        run = self.runner(ADD, static=[1])
+        run = self.warmed(static=[1])
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         try_launch = run.states.try_launch
         self.device.executables.clear()
         run.forget()
@@ -362,8 +348,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual(try_launch([x, w])[0], x * w + x)
 
     def test_wrong_arguments(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         call = next(iter(run.states.values())).relaunch.call
         with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
             call.launch([torch.randn(4, 4)])
@@ -430,23 +415,19 @@ class TestKeys(RelaunchTestCase):
         self.assertEqual((self.counted("captures"), len(run.states)), (captures, captures))
         self.assertEqual(self.counted("relaunches"), 3 * len(values) - captures)
 
-    def test_zero_and_minus_zero_are_two_numbers(self):
-        self.check_floats([0.0, -0.0, 2.0], 3)
-
-    def test_zero_and_minus_zero_are_two_numbers_in_host_memory(self):
-        self.check_floats([0.0, -0.0, 2.0], 3, host)
-
-    def test_zero_and_minus_zero_are_two_numbers_in_a_vector_in_host_memory(self):
-        self.check_floats([0.0, -0.0, 2.0], 3, lambda value: host([value], torch.float32))
-
-    def test_nan_is_itself(self):
-        self.check_floats([math.nan, -math.nan, float("nan")], 2)
-
-    def test_nan_is_itself_in_host_memory(self):
-        self.check_floats([math.nan], 1, host)
-
-    def test_nan_is_itself_for_verify(self):
-        self.check_floats([math.nan, -0.0], 2, verify=True)
+    def test_floats_are_numbers_by_their_bits(self):
+        zeros, in_a_vector = [0.0, -0.0, 2.0], lambda value: host([value], torch.float32)
+        for hazard, values, captures, options in (
+            ("zero and minus zero are two numbers", zeros, 3, {}),
+            ("zero and minus zero are two numbers in host memory", zeros, 3, {"place": host}),
+            ("zero and minus zero are two numbers in a vector in host memory", zeros, 3, {"place": in_a_vector}),
+            ("nan is itself", [math.nan, -math.nan, float("nan")], 2, {}),
+            ("nan is itself in host memory", [math.nan], 1, {"place": host}),
+            ("nan is itself for verify", [math.nan, -0.0], 2, {"verify": True}),
+        ):
+            with self.subTest(hazard):
+                counters.clear()
+                self.check_floats(values, captures, **options)
 
     def test_number_of_another_type_is_another_number(self):
         source = region("x, n", "return (torch.neg(x), n)")
@@ -513,26 +494,17 @@ class TestCopyOnWrite(RelaunchTestCase):
             self.assertEqual((x, out, other), (wanted, -wanted, kept))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, calls - 1))
 
-    def test_written_clone_leaves_its_base(self):
-        def place():
-            base = torch.randn(4)
-            return torch._lazy_clone(base), base
-
-        self.check(place)
-
-    def test_written_base_leaves_its_clone(self):
-        def place():
-            base = torch.randn(4)
-            return base, torch._lazy_clone(base)
-
-        self.check(place)
-
-    def test_written_view_of_a_clone(self):
-        def place():
-            base = torch.randn(12)
-            return torch._lazy_clone(base)[4:8], base
-
-        self.check(place)
+    def test_written_tensor_leaves_what_shares_its_memory(self):
+        clone = torch._lazy_clone
+        for hazard, size, place, verify in (
+            ("written clone leaves its base", 4, lambda base: (clone(base), base), False),
+            ("written base leaves its clone", 4, lambda base: (base, clone(base)), False),
+            ("written view of a clone", 12, lambda base: (clone(base)[4:8], base), False),
+            ("verified", 4, lambda base: (clone(base), base), True),
+        ):
+            with self.subTest(hazard):
+                counters.clear()
+                self.check(lambda size=size, place=place: place(torch.randn(size)), verify=verify)
 
     def test_tensor_that_is_cloned_between_the_calls(self):
         for static in ((), (0,)):
@@ -543,13 +515,6 @@ class TestCopyOnWrite(RelaunchTestCase):
     def test_parameter_that_is_cloned_between_the_calls(self):
         x = torch.nn.Parameter(torch.randn(4), requires_grad=False)
         self.check(lambda: (x, torch._lazy_clone(x)), static=[0])
-
-    def test_verified(self):
-        def place():
-            base = torch.randn(4)
-            return torch._lazy_clone(base), base
-
-        self.check(place, verify=True)
 
     def test_two_clones_of_one_base(self):
         source = region("x, y, z", "x.add_(1)", "y.mul_(2)", "buf0 = torch.add(x, z, out=new(4))", "return (buf0,)")
@@ -844,8 +809,7 @@ class TestAlignment(RelaunchTestCase):
         run = self.runner(ADD)
         for i, skew in enumerate((0, 0, 16, 16, 16, 0)):
             self.device.fail_captures = 1 if i == 2 else 0
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
         self.assertEqual(run.outside, {"warm-up": 1, "busy": 1})
 
@@ -854,8 +818,7 @@ class TestAlignment(RelaunchTestCase):
         run = self.runner(ADD)
         for skew in (0, 0, 16, 0, 16, 0):
             self.device.kept = [512] if skew else []
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual([r.code for r in causes.refused()], ["kept"])
         self.assertEqual(run.outside, {"warm-up": 1, "kept": 2})
@@ -867,15 +830,13 @@ class TestAlignment(RelaunchTestCase):
         with make_graph.capturing:
             run([self.at(16), self.at(0)])
         for skew in (16, 16):
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 3))
 
     def test_misaligned_input_is_copied(self):
         run = self.runner(ADD)
         for skew in (0, 0, 4, 12, 0):
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
 
     def test_misaligned_input_that_is_read_is_not_written(self):
@@ -975,9 +936,7 @@ class TestReplayOfTorch(RelaunchTestCase):
         with mock.patch.object(Executable, "direct", False):
             run = self.runner(ADD, static=[1])
             w = torch.randn(4, 4)
-            for _ in range(5):
-                x = torch.randn(4, 4)
-                self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, 5, w=w)
         self.assertEqual(relaunch_driver.driver().calls("launch"), [])
         self.assertEqual(self.counted("relaunches"), 4)
 
@@ -1010,17 +969,15 @@ class TestStreamAndRawMemory(RelaunchTestCase):
         self.raw.append(torch.empty(size, dtype=torch.uint8))
         return self.raw[-1].data_ptr()
 
-    def warm(self, **kwargs):
-        run = self.runner(ADD, static=[1], **kwargs)
-        self.add(run, 3)
-        return run
-
-    def check(self, run):
-        self.add(run)
+    def call(self):
+        """A call of a region that has been relaunched, as it is offered to be made in C. None: it is left to others."""
+        self.run = self.warmed(static=[1])
+        call = next(iter(self.run.states.values())).relaunch.call
+        return lambda: call.try_launch([torch.randn(4, 4), torch.randn(4, 4)])
 
     def test_scratch_is_freed_after_each_launch(self):
-        run = self.warm()
-        self.check(run)
+        run = self.warmed(static=[1])
+        self.add(run)
         self.assertEqual(len(self.raw), self.counted("relaunches"))
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
@@ -1034,39 +991,38 @@ class TestStreamAndRawMemory(RelaunchTestCase):
             return empty(*args)
 
         self.device.empty = may_be_full
-        run = self.warm()
+        run = self.warmed(static=[1])
         full = True
         with self.assertRaises(torch.OutOfMemoryError):
-            self.check(run)
+            self.add(run)
         full = False
-        self.check(run)
+        self.add(run)
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
     def test_scratch_is_freed_after_an_error(self):
-        run = self.warm()
+        run = self.warmed(static=[1])
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
             relaunch_driver.driver().fail(name, 2)
             with self.assertRaisesRegex(RuntimeError, name):
-                self.check(run)
-            self.check(run)
+                self.add(run)
+            self.add(run)
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
     def test_stream_that_is_captured_or_broken_is_left_to_the_slow_way(self):
-        run = self.warm()
+        call = self.call()
         before = self.counted("relaunches")
         for captured, broken in ((7, 0), (0, 7)):
             relaunch_driver.driver().library.stub_streams(captured, broken)
-            call = next(iter(run.states.values())).relaunch.call
-            self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertIsNone(call())
         self.assertEqual(self.counted("relaunches"), before)
         self.device.captured_by_user = True
-        self.check(run)
+        self.add(self.run)
         self.assertEqual(self.counted("relaunches"), before)
 
     def test_list_of_inputs_that_is_emptied_before_it_is_read(self):
         inputs: list[torch.Tensor] = []
         self.device.stream_of = lambda index: inputs.clear() or 7
-        call = next(iter(self.warm().states.values())).relaunch.call
+        call = next(iter(self.warmed(static=[1]).states.values())).relaunch.call
         inputs += [torch.randn(4, 4), torch.randn(4, 4)]
         self.assertIsNone(call.try_launch(inputs))
         inputs += [torch.randn(4, 4), torch.randn(4, 4)]
@@ -1082,36 +1038,33 @@ class TestStreamAndRawMemory(RelaunchTestCase):
         self.device.selected = device
 
     def test_other_device_is_left_to_the_slow_way(self):
-        run = self.warm()
-        call = next(iter(run.states.values())).relaunch.call
+        call = self.call()
         self.select(1, 0xBEEF)
-        self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
-        self.check(run)
+        self.assertIsNone(call())
+        self.add(self.run)
         self.device.selected = 0
-        self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNotNone(call())
 
     def test_device_is_known_by_the_context(self):
         """Torch is asked for it where another context is current, or none was."""
-        run = self.warm()
-        call = next(iter(run.states.values())).relaunch.call
+        call = self.call()
         library = relaunch_driver.driver().library
         for forget, asked in ((lambda: None, 0), (library.forget_context, 1), (lambda: None, 0)):
             forget()
             before = self.device.asked
-            self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertIsNotNone(call())
             self.assertEqual(self.device.asked - before, asked)
 
     def test_thread_without_a_context_keeps_its_device(self):
         """To give it the executable's would be to select that device for good."""
-        run = self.warm()
-        call = next(iter(run.states.values())).relaunch.call
+        call = self.call()
         driver = relaunch_driver.driver()
         self.select(1, None)
         driver.take()
-        self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNone(call())
         self.assertEqual(driver.take(), [])
         self.device.selected = 0
-        self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNotNone(call())
         self.assertEqual(driver.take()[0][0], "context")
 
 
@@ -1205,15 +1158,12 @@ class TestFailures(RelaunchTestCase):
         with self.assertRaisesRegex(ValueError, "no"):  # the capture fails, and then the compiled code
             run([x, w])
         run.region.model.__globals__["fail"].clear()
-        for _ in range(3):
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 3, x=x, w=w)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_out_of_memory_at_a_launch(self):
-        run = self.runner(ADD)
+        run = self.warmed()
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         self.device.full = True
         inputs = [x, w]
         with self.assertRaises(torch.OutOfMemoryError):
@@ -1304,8 +1254,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
                 (state,) = run.states.values()
                 graph, run.states.try_launch = state.relaunch, None
                 graph.try_launch, graph.launch = mock.Mock(return_value=None), mock.Mock(side_effect=error)
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run)
         graph.launch.assert_called_once()
         self.assertEqual(([r.code for r in causes.refused()], state.relaunch), (["host-memory"], None))
 
@@ -1339,8 +1288,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
 class TestVerify(RelaunchTestCase):
     def test_wrong_pointer_is_found_and_named(self):
-        run = self.runner(ADD, verify=True)
-        self.add(run, 3)
+        run = self.warmed(verify=True)
         (state,) = run.states.values()
         relaunch, other = state.relaunch.relaunch, torch.randn(4, 4)
         relaunch.launch = lambda inputs, originals=None: relaunch.call.launch([other, inputs[1]], inputs)

@@ -28,7 +28,6 @@ from torch_overlay._inductor.relaunch.capture import address_space
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
-from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -40,7 +39,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     TensorView,
 )
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.runner import COPY_SETTER, Runner
+from torch_overlay._inductor.relaunch.runner import COPY_SETTER
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.csrc import DriverError
 from torch_overlay.testing import simulated_gpu
@@ -52,12 +51,10 @@ def region(args):
     x, = args
     args.clear()
     for i in range(12):
-        y = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.add(x, i, out=y)
+        y = torch.add(x, i, out=new(64, 64))
         x = y
         del y
-    out = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.mul(x, 2, out=out)
+    out = torch.mul(x, 2, out=new(64, 64))
     return (out,)
 """
 
@@ -75,8 +72,7 @@ def region(args):
 """
 
 SCRATCH = """
-    y = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.add(x, 1, out=y)
+    y = torch.add(x, 1, out=new(64, 64))
     torch.sub(y, 1, out=y)
     del y
 """
@@ -89,20 +85,16 @@ def region(args):
     saved = [a0, a1, a2, a3, a4, a5, a6, a7]
     del a0, a1, a2, a3, a4, a5, a6, a7
     args.clear()
-    carried = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.add(tangent, 1, out=carried)
+    carried = torch.add(tangent, 1, out=new(64, 64))
     gradients = []
     while saved:
         a = saved.pop()
-        scratch = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.mul(a, tangent, out=scratch)
-        g = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.add(scratch, carried, out=g)
+        scratch = torch.mul(a, tangent, out=new(64, 64))
+        g = torch.add(scratch, carried, out=new(64, 64))
         del a, scratch
         gradients.append(g)
     held.add_(1)
-    total = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.add(carried, held, out=total)
+    total = torch.add(carried, held, out=new(64, 64))
     return (*gradients, total, held, 7)
 """
 
@@ -116,15 +108,13 @@ def region(args):
     flows = []
     while saved:
         a = saved.pop()
-        d = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.add(a, flows[-1] if flows else tangent, out=d)
+        d = torch.add(a, flows[-1] if flows else tangent, out=new(64, 64))
         flows.append(d)
         del a, d
     gradients = []
     while flows:
         d = flows.pop()
-        g = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.mul(d, 3, out=g)
+        g = torch.mul(d, 3, out=new(64, 64))
         del d
         gradients.append(g)
     return tuple(gradients)
@@ -290,7 +280,7 @@ class TestScratch(RelaunchTestCase):
         source = CHAIN.replace("        x = y\n", "        old, x = x, y\n").replace(
             "torch.mul(x, 2,", "torch.mul(x, old,"
         )
-        source = source.replace("torch.add(x, i, out=y)", "torch.add(x, old, alpha=i, out=y)")
+        source = source.replace("torch.add(x, i,", "torch.add(x, old, alpha=i,")
         source = source.replace("    for i", "    old = x\n    for i")
         run = self.runner(source)
         with mock.patch.object(arrange, "SMALL", 0), mock.patch.object(packing, "SLAB", 64 * 64 * 4):
@@ -337,12 +327,29 @@ class TestStages(RelaunchTestCase):
         super().setUp()
         self.cut_into_stages(64 * 64 * 4)  # one gradient is as much as a stage must save
 
-    def backward(self, source=BACKWARD, *, verify=False, static=(), mutated=(9,), **namespace):
-        scope = {"torch": torch, "empty_strided_cuda": self.device.empty, **namespace}
-        exec(source, scope)
-        code = CodeFacts("a backward", 0, tuple(static), tuple(mutated), is_backward=True)
-        with config.patch(cudagraph_verify=verify):
-            return Runner(scope["region"], code, self.device)
+    def backward(self, source=BACKWARD, *, mutated=(9,), **options):
+        return self.runner(source, mutated=mutated, is_backward=True, **options)
+
+    def check(self, run, inputs=None):
+        """Call a region of `BACKWARD` with these inputs, or new ones. Return its outputs."""
+        inputs = backward_inputs() if inputs is None else inputs
+        expected = backward_expected(inputs)
+        result = run(inputs)
+        self.assertEqual(list(result), expected)
+        self.assertEqual(inputs, [])
+        return result
+
+    def warmed(self, **options):
+        run = self.backward(**options)
+        for _ in range(3):
+            run(backward_inputs())
+        return run
+
+    def deferred(self, inputs):
+        """The results of `DEFERRED`."""
+        *saved, tangent = [v.clone() for v in inputs]
+        flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
+        return [3 * d for d in [*flows][:0:-1]]
 
     def stages(self):
         return self.device.arrangements[-1].stages
@@ -377,11 +384,8 @@ class TestStages(RelaunchTestCase):
         run(backward_inputs())
         for _ in range(5):
             inputs = backward_inputs()
-            expected, given = backward_expected(inputs), list(inputs)
-            result = run(given)
-            self.assertEqual(list(result), expected)
-            self.assertEqual(given, [])
-            self.assertIs(result[-2], inputs[9])
+            held = inputs[9]
+            self.assertIs(self.check(run, inputs)[-2], held)
         self.assertGreater(len(self.stages()), 2)
         self.assertEqual(self.counted("captures"), 1)
         self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
@@ -390,16 +394,12 @@ class TestStages(RelaunchTestCase):
 
     def test_backward_that_writes_over_what_was_saved(self):
         """One stage leaves there what a later one reads."""
-        source = DEFERRED.replace(
-            "d = empty_strided_cuda((64, 64), (64, 1), torch.float32)\n        torch.add(a,", "d = torch.add(a,"
-        )
-        source = source.replace("else tangent, out=d)", "else tangent, out=a)")
+        source = DEFERRED.replace("else tangent, out=new(64, 64))", "else tangent, out=a)")
         run = self.backward(source, mutated=())
         for _ in range(4):
             inputs = backward_inputs()[:9]
-            *saved, tangent = [v.clone() for v in inputs]
-            flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
-            self.assertEqual(list(run(inputs)), [3 * d for d in [*flows][:0:-1]])
+            expected = self.deferred(inputs)
+            self.assertEqual(list(run(inputs)), expected)
         self.assertGreater(len(self.stages()), 1)
         self.assertEqual(self.counted("relaunches"), 3 * len(self.stages()))
 
@@ -431,15 +431,12 @@ class TestStages(RelaunchTestCase):
         state.relaunch.launch = mock.Mock(side_effect=error)
         with self.assertRaisesRegex(DriverError, "no such copy"):
             run(backward_inputs()[:9])
-        *saved, tangent, _ = inputs = backward_inputs()
-        flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
-        self.assertEqual(list(run(inputs[:9])), [3 * d for d in [*flows][:0:-1]])
+        inputs = backward_inputs()[:9]
+        self.assertEqual(list(run(list(inputs))), self.deferred(inputs))
         self.assertEqual((state.refused, state.relaunch), ("host-memory", None))
 
     def test_saved_inputs_are_freed_before_later_stages(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         inputs = backward_inputs()
         alive = [weakref.ref(v) for v in inputs[:8]]
         seen = []
@@ -499,9 +496,8 @@ class TestStages(RelaunchTestCase):
     def test_pieces_of_the_same_stages_are_one_allocation(self):
         run = self.backward(DEFERRED, mutated=())
         for _ in range(6):
-            *saved, tangent = inputs = backward_inputs()[:9]
-            expected = [sum(saved[k:], tangent) * 3 for k in range(8)]
-            self.assertEqual(list(run(list(inputs))), expected)
+            inputs = backward_inputs()[:9]
+            self.assertEqual(list(run(list(inputs))), self.deferred(inputs))
         stages = self.stages()
         self.assertGreater(len(stages), 1)
         slots = [(k, slot) for k, stage in enumerate(stages) for slot in stage.gives]
@@ -565,9 +561,8 @@ class TestStages(RelaunchTestCase):
         for _ in range(5):
             slab = torch.randn(8, 64, 64)
             inputs = [*slab.unbind(), torch.randn(64, 64), torch.randn(64, 64)]
-            expected = backward_expected(inputs)
             del slab
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run, inputs)
 
     def test_inputs_in_one_piece_are_not_worth_stages(self):
         run = self.backward()
@@ -581,21 +576,16 @@ class TestStages(RelaunchTestCase):
         run = self.backward(verify=True)
         run(backward_inputs())
         for _ in range(5):
-            inputs = backward_inputs()
-            expected = backward_expected(inputs)
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run)
         self.assertIsInstance(run.states[()].relaunch, Verified)
         self.assertGreater(len(self.stages()), 2)
 
     def test_misaligned_input_is_found_before_the_first_stage(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         for _ in range(3):
             inputs = backward_inputs()
             inputs[0] = torch.empty(64 * 64 + 1)[1:].view(64, 64).copy_(inputs[0])  # of the last stage
-            expected = backward_expected(inputs)
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run, inputs)
 
     def test_inputs_that_somebody_else_holds_are_not_freed(self):
         """Then stages save little."""
@@ -632,22 +622,16 @@ class TestStages(RelaunchTestCase):
     def test_static_input_that_moves(self):
         run = self.backward(static=[8])
         for _ in range(6):
-            inputs = backward_inputs()
-            expected = backward_expected(inputs)
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_no_memory_in_the_middle(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         last = run.states[()].relaunch.steps[-1][0]
         full = mock.patch.object(last, "launch", side_effect=torch.OutOfMemoryError("no memory"))
         with full, self.assertRaises(torch.OutOfMemoryError):
             run(backward_inputs())
-        inputs = backward_inputs()
-        expected = backward_expected(inputs)
-        self.assertEqual(list(run(inputs)), expected)
+        self.check(run)
 
     def test_forward_stays_whole(self):
         run = self.runner(BACKWARD, mutated=[9])
@@ -656,9 +640,7 @@ class TestStages(RelaunchTestCase):
         self.assertEqual(self.stages(), ())
 
     def test_executables_go_with_the_region(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         self.assertEqual([stage.totals[0] for stage in run.states[()].relaunch.stages], [2] * len(self.stages()))
         refs = [weakref.ref(executable) for executable in self.device.executables]
         self.device.executables.clear()

@@ -72,11 +72,19 @@ class RelaunchTestCase(TestCase):
         with config.patch(cudagraph_verify=verify):
             return Runner(scope["region"], code, self.device)
 
-    def add(self, run, count=1):
-        """Call a region of `ADD`, so many times, with other inputs each time."""
+    def add(self, run, count=1, *, x=None, w=None):
+        """Call a region of `ADD`, so many times, with other inputs each time but for those given. Return its output."""
         for _ in range(count):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            inputs = [torch.randn(4, 4) if given is None else given for given in (x, w)]
+            (out,) = run(list(inputs))
+            self.assertEqual(out, inputs[0] * inputs[1] + inputs[0])
+        return out
+
+    def warmed(self, **options):
+        """A region of `ADD` that has been captured, and relaunched at its third call."""
+        run = self.runner(ADD, **options)
+        self.add(run, 3, w=torch.randn(4, 4))
+        return run
 
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""
