@@ -6,6 +6,7 @@ generated code does. The proof, the recipes of outputs and the patching are the 
 
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import sys
@@ -22,7 +23,7 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import ADD, GpuTestCase, host, region, RelaunchTestCase
+from stand_ins.relaunch_case import ADD, define, GpuTestCase, host, region, RelaunchTestCase, run_in_threads
 from stand_ins.relaunch_device import Executable, Generator, is_tensor, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, compiled_region, hooks, keys, notes, runner, runners, split_off
@@ -119,11 +120,7 @@ class TestLifeOfARegion(RelaunchTestCase):
                 if not torch.equal(out, x * w + x):
                     errors.append(seed)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*[functools.partial(work, seed) for seed in range(4)])
         self.assertEqual(errors, [])
         self.assertGreater(self.counted("relaunches"), 0)
 
@@ -1439,9 +1436,8 @@ class TestGpu(GpuTestCase):
     def test_random_numbers_that_the_first_call_did_not_draw(self):
         drawing = []
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("perhaps(Tensor x) -> Tensor")
-            library.impl("perhaps", lambda x: x + torch.rand_like(x) if drawing else x.clone(), "CUDA")
-            library.impl("perhaps", torch.empty_like, "Meta")
+            fn = lambda x: x + torch.rand_like(x) if drawing else x.clone()  # noqa: E731
+            define(library, "perhaps(Tensor x) -> Tensor", fn, device="CUDA")
             x = torch.zeros(64, device="cuda")
             with config.patch(cudagraphs="relaunch"):
                 compiled = torch.compile(lambda x: torch.ops.relaunch_test.perhaps(x) + 0, mode="reduce-overhead")
@@ -1454,9 +1450,7 @@ class TestGpu(GpuTestCase):
     def test_region_that_keeps_its_memory(self):
         kept = []
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("cached(Tensor x) -> Tensor")
-            library.impl("cached", lambda x: kept.append(x * 2) or kept[-1] + 1, "CUDA")
-            library.impl("cached", torch.empty_like, "Meta")
+            define(library, "cached(Tensor x) -> Tensor", lambda x: kept.append(x * 2) or kept[-1] + 1, device="CUDA")
             x = torch.ones(64, device="cuda")
             with config.patch(cudagraphs="relaunch"):
                 compiled = torch.compile(lambda x: torch.ops.relaunch_test.cached(x) + 0, mode="reduce-overhead")
@@ -1497,9 +1491,7 @@ class TestGpu(GpuTestCase):
 
             name = f"doubles{stream.stream_id}"
             with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library, torch.cuda.stream(stream):
-                library.define(f"{name}(Tensor x) -> Tensor")
-                library.impl(name, double, "CUDA")
-                library.impl(name, torch.empty_like, "Meta")
+                define(library, f"{name}(Tensor x) -> Tensor", double, device="CUDA")
                 operator = getattr(torch.ops.relaunch_test, name)
                 with config.patch(cudagraphs="relaunch"):
                     compiled = torch.compile(lambda x, op=operator: op(x + 1) + 1, mode="reduce-overhead")
@@ -1524,12 +1516,8 @@ class TestGpu(GpuTestCase):
 
         self.enterContext(fresh_cache())
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("doubles_in_its_own(Tensor x) -> Tensor")
-            library.impl("doubles_in_its_own", double, "CUDA")
-            library.impl("doubles_in_its_own", torch.empty_like, "Meta")
-            library.define("rectifies(Tensor(a!) x) -> ()")
-            library.impl("rectifies", rectify, "CUDA")
-            library.impl("rectifies", lambda x: None, "Meta")
+            define(library, "doubles_in_its_own(Tensor x) -> Tensor", double, device="CUDA")
+            define(library, "rectifies(Tensor(a!) x) -> ()", rectify, lambda x: None, "CUDA")
 
             def rectified(x):
                 y = x + 1
@@ -1552,9 +1540,7 @@ class TestGpu(GpuTestCase):
 
     def test_region_that_can_not_be_captured_runs_and_the_next_one_is_captured(self):
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("host_read(Tensor x) -> Tensor")
-            library.impl("host_read", lambda x: x * x.sum().item(), "CUDA")
-            library.impl("host_read", torch.empty_like, "Meta")
+            define(library, "host_read(Tensor x) -> Tensor", lambda x: x * x.sum().item(), device="CUDA")
             x = torch.ones(4, device="cuda")
             with config.patch(cudagraphs="relaunch"):
                 compiled = torch.compile(lambda x: torch.ops.relaunch_test.host_read(x + 1), mode="reduce-overhead")

@@ -16,7 +16,7 @@ from torch._dynamo.test_case import run_tests
 
 import form
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import define, region, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from stand_ins.relaunch_host import host_as_gpu
 from torch_overlay import config
@@ -486,9 +486,7 @@ class TestWhichAreInside(RelaunchTestCase):
             return nest(x.sin(), 3).exp()
 
         with torch.library._scoped_library("inside", "FRAGMENT") as library:
-            library.define("twice(Tensor x) -> Tensor")
-            library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-            library.impl("twice", torch.empty_like, "Meta")
+            define(library, "twice(Tensor x) -> Tensor", lambda x: x * 2, device="CompositeExplicitAutograd")
             for branch, why in (
                 (torch.rand_like, "a branch draws random numbers"),
                 (lambda y: torch.ops.inside.twice(y), "a branch calls a custom operator"),

@@ -654,9 +654,7 @@ def vector(storage, bytes_, dtype=torch.float32, offset=0):
 
 class TestChunks(unittest.TestCase):
     def setUp(self):
-        patch = mock.patch.object(outputs, "CHUNK", 4096)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.object(outputs, "CHUNK", 4096))
 
     def test_little_is_one_slab(self):
         recipes = [vector(0, 1024), vector(1, 1024)]

@@ -6,12 +6,10 @@ The driver is `relaunch_driver`'s.
 import ctypes
 import functools
 import gc
-import importlib.util
 import os
 import struct
 import sys
 import threading
-import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +21,7 @@ from torch._dynamo.test_case import TestCase
 
 import form
 from stand_ins import c_module, relaunch_driver
+from stand_ins.relaunch_case import run_in_threads
 from stand_ins.relaunch_driver import At, kernel, Patched, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
@@ -268,24 +267,19 @@ class TestRanges(DriverCase):
         def allocate():
             result.extend(self.allocate(100))
 
-        self.run_in_thread(allocate)
+        run_in_threads(allocate)
         self.assertEqual(self.allocations(made), [(result[0], 100)])
 
         def allocate_in_the_other():
             self.module.use(other)
-            self.run_in_thread(allocate)  # a third thread: two ranges are in use, and it can't be either's
+            run_in_threads(allocate)  # a third thread: two ranges are in use, and it can't be either's
             self.module.use(None)
 
-        self.run_in_thread(allocate_in_the_other)
+        run_in_threads(allocate_in_the_other)
         self.assertIsNone(result[1])
         self.module.use(None)
         self.module.release(other)
         self.drop(made, result[:1])
-
-    def run_in_thread(self, target):
-        thread = threading.Thread(target=target)
-        thread.start()
-        thread.join()
 
     def test_use_nests(self):
         first, second = self.module.reserve(0, 1 << 40), self.module.reserve(0, 1 << 40)
@@ -365,11 +359,7 @@ class TestRanges(DriverCase):
         def work(index):
             made[index] = self.fill(*sizes)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*[functools.partial(work, i) for i in range(4)])
         spans = []
         for one, addresses in made.values():
             self.assertEqual(self.allocations(one), list(zip(addresses, sizes)))
@@ -730,20 +720,11 @@ class TestArguments(TestCase):
         for order in ((0, 2), (-1, 0)):
             self.check(ValueError, "the order has a number that", self.call, allocations=vectors, order=order)
 
-    @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+    @c_module.needs_failing_allocations
     def test_host_without_memory(self):
-        import _testcapi
-
         vector = ((4,), (1,), torch.uint8)
         make = self.maker(allocations=(vector,), order=(0,), numbers=(((0, 0),), (1,), ((0, 0, 1),), ()))
-        for allocation in range(1, 40):
-            _testcapi.set_nomemory(allocation, allocation + 1)
-            try:
-                make()
-            except MemoryError:
-                pass
-            finally:
-                _testcapi.remove_mem_hooks()
+        c_module.fail_each_allocation(make)
 
     def test_numbers(self):
         def run(inputs=(), constants=(), steps=(), results=()):

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase, run_in_threads
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
@@ -296,15 +296,9 @@ class TestNumbersInTheKey(NumbersTestCase):
         self.assertEqual((list(fn.keys.kept), self.counted("captures")), ([2], 2))
 
     def test_other_threads_kernels_are_not_noted(self):
-        import threading
-
         def aside(x, n):
             if self.device.thread.__dict__.get("recording") is not None:
-                thread = threading.Thread(
-                    target=lambda: kernel_of().run(x, torch.zeros(4, dtype=torch.float64), 3, stream=0)
-                )
-                thread.start()
-                thread.join()
+                run_in_threads(lambda: kernel_of().run(x, torch.zeros(4, dtype=torch.float64), 3, stream=0))
 
         fn = self.runner(
             self.source("aside(x, n)\n    scale.run(x, out, n, stream=0)"), numbers=[1], scale=self.scale(), aside=aside

@@ -1,6 +1,7 @@
 """Test cases that relaunch regions on the stand-in driver."""
 
 import gc
+import threading
 from unittest import mock
 
 import torch
@@ -37,6 +38,22 @@ def host(value, dtype=torch.float64):
     made = torch.tensor(value, dtype=dtype)
     made.on_host = True
     return made
+
+
+def run_in_threads(*targets):
+    """Run these functions side by side, to their ends."""
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def define(library, schema, function, fake=torch.empty_like, device="CPU"):
+    """Define an operator that computes `function` on this device."""
+    name = library.define(schema)
+    library.impl(name, function, device)
+    library.impl(name, fake, "Meta")
 
 
 class RelaunchTestCase(TestCase):
