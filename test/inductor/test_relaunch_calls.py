@@ -614,7 +614,3 @@ class TestEntries(TestCase):
             with fails, self.assertRaisesRegex(RuntimeError, f"no {name}"):
                 for _ in range(2):
                     code.run(list(self.tensors()))
-
-
-if __name__ == "__main__":
-    torch._dynamo.test_case.run_tests()

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._dynamo.test_case import run_tests
 
 import form
 from stand_ins import relaunch_driver
@@ -544,7 +543,3 @@ class TestWhichAreInside(RelaunchTestCase):
     def test_switch_for_comparisons(self):
         with mock.patch.object(conditions, "ARE_INSIDE", False), inductor_config.patch(force_disable_caches=True):
             self.assertEqual(len(self.why_split(self.conditional)), 1)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -437,7 +437,3 @@ class TestKernels(StepsTestCase):
         relaunch_driver.driver().fail("cuLaunchKernelEx", 700)
         with self.assertRaisesRegex(RuntimeError, "cuLaunchKernelEx.*triton_poi"):
             in_c.run([300, torch.zeros(4)])
-
-
-if __name__ == "__main__":
-    torch._dynamo.test_case.run_tests()

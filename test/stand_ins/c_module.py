@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 from torch.utils._filelock import FileLock
+from torch.utils._triton import has_triton_package
 
 from torch_overlay import csrc
 
@@ -92,6 +93,7 @@ def build_module(source: str, **parts: str) -> tuple[Any, ctypes.CDLL]:
             return csrc.build(str(library)), ctypes.CDLL(str(library))
 
 
+needs_compiler = unittest.skipUnless(has_triton_package(), "Triton builds the module")
 needs_failing_allocations = unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
 
 

@@ -5,11 +5,9 @@ import functools
 import gc
 import sys
 import types
-import unittest
 import weakref
 
 from torch.testing._internal.common_utils import TestCase
-from torch.utils._triton import has_triton_package
 
 import form  # noqa: F401
 from stand_ins import c_module
@@ -41,7 +39,7 @@ JOINED = "record3@11 wait3@9 wait3@12"
 CREATED = "create1 create2 create3 "
 
 
-@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+@c_module.needs_compiler
 class TestRegion(TestCase):
     @classmethod
     def setUpClass(cls):
