@@ -1076,22 +1076,21 @@ class TestRandomNumbers(RelaunchTestCase):
         "return (buf0,)",
     )
 
-    def captured_with(self, generator, times):
-        run = self.runner(self.DRAWS, default=self.device.generator, times=times)
-        for _ in range(3):
-            x = torch.randn(4)
-            self.assertEqual(run([x, generator])[0], -x)
-        return self.device.random
-
-    def test_region_that_draws_none(self):
-        self.assertEqual(self.captured_with(None, []), [False, False])
-
-    def test_default_generator(self):
-        self.assertEqual(self.captured_with(None, [4]), [True, True])
-
-    def test_generator_that_is_an_input(self):
-        self.assertEqual(self.captured_with(Generator(), [4]), [True, True])
-        self.assertEqual(self.device.generator.offset, 0)
+    def test_capture_knows_whether_the_region_draws(self):
+        for hazard, generator, times, draws in (
+            ("it draws none", None, [], False),
+            ("default generator", None, [4], True),
+            ("generator that is an input", Generator(), [4], True),
+        ):
+            with self.subTest(hazard):
+                self.device.random.clear()
+                self.device.generator.offset = 0
+                run = self.runner(self.DRAWS, default=self.device.generator, times=times)
+                for _ in range(3):
+                    x = torch.randn(4)
+                    self.assertEqual(run([x, generator])[0], -x)
+                self.assertEqual(self.device.random, [draws] * 2)
+                self.assertEqual(self.device.generator.offset, 0 if generator or not draws else 4)
 
     def test_words_of_a_generator_are_fixed(self):
         from torch_overlay._inductor.relaunch.proof.nodes import FIXED

@@ -598,25 +598,21 @@ class TestStages(RelaunchTestCase):
                     run(inputs)
             self.assertEqual(bool(self.stages()), not is_held)
 
-    def test_outputs_are_held_to_the_end(self):
+    def needs(self):
+        """The arguments of what is asked about a region while it is arranged."""
         with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
-            run = self.backward()
-            for _ in range(2):
-                run(backward_inputs())
-        held, _, length = need_of.mock_calls[0].args
+            self.warmed()
+        return [call.args for call in need_of.mock_calls]
+
+    def test_outputs_are_held_to_the_end(self):
+        held, _, length = self.needs()[0]
         self.assertEqual({h.last for h in held if h.first and not h.slab}, {length})
 
     def test_stages_save_no_less_than_the_gain(self):
-        with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
-            run = self.backward()
-            for _ in range(2):
-                run(backward_inputs())
-        at_once, cut = [arrange.need_of(*call.args) for call in need_of.mock_calls]
+        at_once, cut = [arrange.need_of(*asked) for asked in self.needs()]
         for more, are_cut in ((0, True), (1, False)):
-            run = self.backward()
             with mock.patch.object(arrange, "GAIN", at_once - cut + more):
-                for _ in range(2):
-                    run(backward_inputs())
+                self.warmed()
             self.assertEqual(bool(self.stages()), are_cut)
 
     def test_static_input_that_moves(self):
@@ -686,28 +682,25 @@ class TestChunks(unittest.TestCase):
         self.assertEqual({s.size for s in own[:-1]}, {4096})
         self.assertLessEqual(own[-1].size, 4096)
 
-    def test_holes_are_filled_first(self):
-        recipes = [vector(i, 1024) for i in range(16)]
+    def with_holes(self, sizes, *holes):
+        """Storages and places of vectors of these sizes, all of them saved."""
+        recipes, count = [vector(i, size) for i, size in enumerate(sizes)], len(sizes)
         with mock.patch.object(outputs, "HOLE", 1024):
-            _, storages, places = place(
-                recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 1023, 2048, 4096 + 1000]
-            )
+            return place(recipes, sizes, frozenset(range(count)), range(count), holes=list(holes))[1:]
+
+    def test_holes_are_filled_first(self):
+        storages, places = self.with_holes([1024] * 16, 1536, 1023, 2048, 4096 + 1000)
         self.assertEqual(sorted(s.size for s in storages), [1024, 1024, 2048, 4096, 4096, 4096])
         (pair,) = [number for number, s in enumerate(storages) if s.size == 2048]
         first, second = [i for i, (number, _) in enumerate(places) if number == pair]
         self.assertEqual(second - first, 1, "neighbours in the forward")
 
     def test_large_hole_takes_several_chunks(self):
-        recipes = [vector(i, 1024) for i in range(16)]
-        with mock.patch.object(outputs, "HOLE", 1024):
-            _, storages, _ = place(recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[2 * 4096 + 3072])
+        storages, _ = self.with_holes([1024] * 16, 2 * 4096 + 3072)
         self.assertEqual(sorted(s.size for s in storages), [1024, 3072, 4096, 4096, 4096])
 
     def test_hole_takes_the_neighbours_that_fill_most_of_it(self):
-        sizes = [4096, 1024, 1536, 512, 2560, 4096, 4096]
-        recipes = [vector(i, size) for i, size in enumerate(sizes)]
-        with mock.patch.object(outputs, "HOLE", 1024):
-            _, storages, places = place(recipes, sizes, frozenset(range(7)), range(7), holes=[2048])
+        storages, places = self.with_holes([4096, 1024, 1536, 512, 2560, 4096, 4096], 2048)
         (hole,) = [number for number, s in enumerate(storages) if s.size == 2048]
         self.assertEqual([i for i, (number, _) in enumerate(places) if number == hole], [2, 3])
 
@@ -804,28 +797,27 @@ def region(args):
     args.clear()
     made = []
     for i in range(12):
-        y = empty_strided_cuda((32, 32), (32, 1), torch.float32)
-        torch.add(x, i, out=y)
-        made.append(y)
-        z = empty_strided_cuda((32, 16), (16, 1), torch.float64)
-        torch.mul(x[:, :16], 1.0, out=z)
-        made.append(z)
+        made.append(torch.add(x, i, out=new(32, 32)))
+        made.append(torch.mul(x[:, :16], 1.0, out=new(32, 16, dtype=torch.float64)))
     return tuple(made)
 """
+
+    def check(self, out, x):
+        for i, value in enumerate(out):
+            self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+
+    def call(self, run):
+        x = torch.randn(32, 32)
+        out = run([x])
+        self.check(out, x)
+        return out, x
 
     def test_saved_outputs_keep_no_more_than_their_chunk(self):
         with mock.patch.object(outputs, "CHUNK", 16384):
             run = self.runner(self.SOURCE, saved=range(1, 24))
-            held = []
-            for _ in range(5):
-                x = torch.randn(32, 32)
-                out = run([x])
-                held.append((out, x))
-                for i, value in enumerate(out):
-                    self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+            held = [self.call(run) for _ in range(5)]
         for out, x in held:
-            for i, value in enumerate(out):
-                self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+            self.check(out, x)
         out = held[-1][0]
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out}
         self.assertLess(len(storages), 10)
@@ -839,11 +831,7 @@ def region(args):
         self.device.free_blocks = [8192] * 3
         with mock.patch.object(outputs, "CHUNK", 16384), mock.patch.object(outputs, "HOLE", 4096):
             run = self.runner(self.SOURCE, saved=range(1, 24))
-            for _ in range(5):
-                x = torch.randn(32, 32)
-                out = run([x])
-                for i, value in enumerate(out):
-                    self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+            out = [self.call(run) for _ in range(5)][-1][0]
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out[1:]}
         self.assertGreaterEqual(list(storages.values()).count(8192), 3)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
