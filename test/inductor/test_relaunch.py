@@ -76,10 +76,7 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_static_input_that_moves_is_patched_without_a_capture(self):
         run = self.runner(ADD, static=[1])
-        for _ in range(8):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            keep = w  # noqa: F841
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 8)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_output_and_input_of_the_next_call(self):
@@ -210,9 +207,8 @@ class TestLifeOfARegion(RelaunchTestCase):
 
         run([torch.randn(4, 4), torch.randn(4, 4)])
         run.states.clear()
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
         with mock.patch.object(runner, "repeat", late):
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run)
 
     def test_module_gets_its_allocator_back(self):
         run = self.warmed()
@@ -795,9 +791,8 @@ class TestAlignment(RelaunchTestCase):
 
     def test_less_aligned_inputs_get_one_more_graph_for_all_of_them(self):
         run = self.runner(ADD)
-        for skews in ((0, 0), (0, 0), (0, 0), (16, 0), (32, 0), (0, 48), (16, 16), (0, 0)):
-            x, w = map(self.at, skews)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        for of_x, of_w in ((0, 0), (0, 0), (0, 0), (16, 0), (32, 0), (0, 48), (16, 16), (0, 0)):
+            self.add(run, x=self.at(of_x), w=self.at(of_w))
         self.assertEqual(self.counted("captures"), 2)
         self.assertEqual(self.counted("relaunches"), 7)
 
