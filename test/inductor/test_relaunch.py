@@ -6,6 +6,7 @@ generated code does. The proof, the recipes of outputs and the patching are the 
 
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import sys
@@ -22,7 +23,7 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import ADD, GpuTestCase, host, region, RelaunchTestCase
+from stand_ins.relaunch_case import ADD, define, GpuTestCase, host, region, RelaunchTestCase, run_in_threads
 from stand_ins.relaunch_device import Executable, Generator, is_tensor, tensor_at
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, compiled_region, hooks, keys, notes, runner, runners, split_off
@@ -75,10 +76,7 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_static_input_that_moves_is_patched_without_a_capture(self):
         run = self.runner(ADD, static=[1])
-        for _ in range(8):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            keep = w  # noqa: F841
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 8)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_output_and_input_of_the_next_call(self):
@@ -103,8 +101,7 @@ class TestLifeOfARegion(RelaunchTestCase):
             run([torch.randn(4, 4), w])
         before = self.counted("relaunches")
         self.device.captured_by_user = True
-        x = torch.randn(4, 4)
-        self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, w=w)
         self.assertEqual(self.counted("relaunches"), before)
 
     def test_threads(self):
@@ -120,11 +117,7 @@ class TestLifeOfARegion(RelaunchTestCase):
                 if not torch.equal(out, x * w + x):
                     errors.append(seed)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*[functools.partial(work, seed) for seed in range(4)])
         self.assertEqual(errors, [])
         self.assertGreater(self.counted("relaunches"), 0)
 
@@ -150,10 +143,8 @@ class TestLifeOfARegion(RelaunchTestCase):
             replay(executable)
 
         def work():
-            for _ in range(4):
-                for each in (run, other):
-                    x, w = torch.randn(4, 4), torch.randn(4, 4)
-                    self.assertEqual(each([x, w])[0], x * w + x)
+            for each in (run, other) * 4:
+                self.add(each)
 
         with mock.patch.object(Executable, "replay", collecting):
             thread = threading.Thread(target=work, daemon=True)
@@ -162,12 +153,6 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertFalse(thread.is_alive(), "it waits for a lock of its own")
         self.assertEqual(inside, [True] * 3)
         self.assertEqual(self.counted("relaunches"), 6)
-
-    def test_finalizer_in_a_launch(self):
-        self.check_finalizer()
-
-    def test_finalizer_in_a_launch_that_is_verified(self):
-        self.check_finalizer(verify=True)
 
     def test_finalizer_while_a_lock_is_held(self):
         run = self.runner(ADD)
@@ -180,8 +165,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual(self.counted("relaunches"), 2)
 
     def test_region_that_is_called_while_its_graphs_are_given_up(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         called = []
         (state,) = run.states.values()
         weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
@@ -192,8 +176,7 @@ class TestLifeOfARegion(RelaunchTestCase):
     def test_all_is_gone_with_the_runner(self):
         gc.collect()
         before = runners.counts()
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         self.assertEqual(runners.counts()["templates"], before["templates"] + 1)
         del run
         gc.collect()
@@ -224,18 +207,22 @@ class TestLifeOfARegion(RelaunchTestCase):
 
         run([torch.randn(4, 4), torch.randn(4, 4)])
         run.states.clear()
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
         with mock.patch.object(runner, "repeat", late):
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run)
 
     def test_module_gets_its_allocator_back(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
-    def test_finalizer_in_a_launch_by_torch(self):
-        with mock.patch.object(Executable, "direct", False):
-            self.check_finalizer()
+    def test_finalizer_in_a_launch(self):
+        for by, direct, verify in (
+            ("the C module", True, False),
+            ("it, verified", True, True),
+            ("torch", False, False),
+        ):
+            with self.subTest(by), mock.patch.object(Executable, "direct", direct):
+                counters.clear()
+                self.check_finalizer(verify=verify)
 
     def test_launch_inside_of_a_launch_says_so(self):
         run, errors = self.runner(ADD), []
@@ -273,8 +260,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         run = self.runner(ADD, static=[1])
         a, b = torch.randn(4, 4), torch.randn(4, 4)
         for w in (a, a, a, b, a, b, b, a):
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, w=w)
 
     def test_storage_exchanged_under_the_same_parameter(self):
         run = self.runner(ADD, static=[1])
@@ -290,15 +276,12 @@ class TestLifeOfARegion(RelaunchTestCase):
             lambda: None,
         ):
             change()
-            x = torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, w=w)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_no_reference_is_lost_or_gained(self):
-        run = self.runner(ADD, static=[1])
+        run = self.warmed(static=[1])
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         before = sys.getrefcount(x), sys.getrefcount(w)
         gc.collect()
         objects = len(gc.get_objects())
@@ -309,10 +292,8 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertLess(len(gc.get_objects()) - objects, 250)
 
     def test_launch_that_fails(self):
-        run = self.runner(ADD, static=[1])
+        run = self.warmed(static=[1])
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
             relaunch_driver.driver().fail(name, 2)
             inputs = [torch.randn(4, 4), w]
@@ -350,10 +331,8 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_executable_outlives_a_call_that_is_under_way(self):
         """Another thread may give up the graphs while this one is about to launch."""
-        run = self.runner(ADD, static=[1])
+        run = self.warmed(static=[1])
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         try_launch = run.states.try_launch
         self.device.executables.clear()
         run.forget()
@@ -362,8 +341,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual(try_launch([x, w])[0], x * w + x)
 
     def test_wrong_arguments(self):
-        run = self.runner(ADD)
-        self.add(run, 3)
+        run = self.warmed()
         call = next(iter(run.states.values())).relaunch.call
         with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
             call.launch([torch.randn(4, 4)])
@@ -430,23 +408,19 @@ class TestKeys(RelaunchTestCase):
         self.assertEqual((self.counted("captures"), len(run.states)), (captures, captures))
         self.assertEqual(self.counted("relaunches"), 3 * len(values) - captures)
 
-    def test_zero_and_minus_zero_are_two_numbers(self):
-        self.check_floats([0.0, -0.0, 2.0], 3)
-
-    def test_zero_and_minus_zero_are_two_numbers_in_host_memory(self):
-        self.check_floats([0.0, -0.0, 2.0], 3, host)
-
-    def test_zero_and_minus_zero_are_two_numbers_in_a_vector_in_host_memory(self):
-        self.check_floats([0.0, -0.0, 2.0], 3, lambda value: host([value], torch.float32))
-
-    def test_nan_is_itself(self):
-        self.check_floats([math.nan, -math.nan, float("nan")], 2)
-
-    def test_nan_is_itself_in_host_memory(self):
-        self.check_floats([math.nan], 1, host)
-
-    def test_nan_is_itself_for_verify(self):
-        self.check_floats([math.nan, -0.0], 2, verify=True)
+    def test_floats_are_numbers_by_their_bits(self):
+        zeros, in_a_vector = [0.0, -0.0, 2.0], lambda value: host([value], torch.float32)
+        for hazard, values, captures, options in (
+            ("zero and minus zero are two numbers", zeros, 3, {}),
+            ("zero and minus zero are two numbers in host memory", zeros, 3, {"place": host}),
+            ("zero and minus zero are two numbers in a vector in host memory", zeros, 3, {"place": in_a_vector}),
+            ("nan is itself", [math.nan, -math.nan, float("nan")], 2, {}),
+            ("nan is itself in host memory", [math.nan], 1, {"place": host}),
+            ("nan is itself for verify", [math.nan, -0.0], 2, {"verify": True}),
+        ):
+            with self.subTest(hazard):
+                counters.clear()
+                self.check_floats(values, captures, **options)
 
     def test_number_of_another_type_is_another_number(self):
         source = region("x, n", "return (torch.neg(x), n)")
@@ -513,26 +487,17 @@ class TestCopyOnWrite(RelaunchTestCase):
             self.assertEqual((x, out, other), (wanted, -wanted, kept))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, calls - 1))
 
-    def test_written_clone_leaves_its_base(self):
-        def place():
-            base = torch.randn(4)
-            return torch._lazy_clone(base), base
-
-        self.check(place)
-
-    def test_written_base_leaves_its_clone(self):
-        def place():
-            base = torch.randn(4)
-            return base, torch._lazy_clone(base)
-
-        self.check(place)
-
-    def test_written_view_of_a_clone(self):
-        def place():
-            base = torch.randn(12)
-            return torch._lazy_clone(base)[4:8], base
-
-        self.check(place)
+    def test_written_tensor_leaves_what_shares_its_memory(self):
+        clone = torch._lazy_clone
+        for hazard, size, place, verify in (
+            ("written clone leaves its base", 4, lambda base: (clone(base), base), False),
+            ("written base leaves its clone", 4, lambda base: (base, clone(base)), False),
+            ("written view of a clone", 12, lambda base: (clone(base)[4:8], base), False),
+            ("verified", 4, lambda base: (clone(base), base), True),
+        ):
+            with self.subTest(hazard):
+                counters.clear()
+                self.check(lambda size=size, place=place: place(torch.randn(size)), verify=verify)
 
     def test_tensor_that_is_cloned_between_the_calls(self):
         for static in ((), (0,)):
@@ -543,13 +508,6 @@ class TestCopyOnWrite(RelaunchTestCase):
     def test_parameter_that_is_cloned_between_the_calls(self):
         x = torch.nn.Parameter(torch.randn(4), requires_grad=False)
         self.check(lambda: (x, torch._lazy_clone(x)), static=[0])
-
-    def test_verified(self):
-        def place():
-            base = torch.randn(4)
-            return torch._lazy_clone(base), base
-
-        self.check(place, verify=True)
 
     def test_two_clones_of_one_base(self):
         source = region("x, y, z", "x.add_(1)", "y.mul_(2)", "buf0 = torch.add(x, z, out=new(4))", "return (buf0,)")
@@ -833,9 +791,8 @@ class TestAlignment(RelaunchTestCase):
 
     def test_less_aligned_inputs_get_one_more_graph_for_all_of_them(self):
         run = self.runner(ADD)
-        for skews in ((0, 0), (0, 0), (0, 0), (16, 0), (32, 0), (0, 48), (16, 16), (0, 0)):
-            x, w = map(self.at, skews)
-            self.assertEqual(run([x, w])[0], x * w + x)
+        for of_x, of_w in ((0, 0), (0, 0), (0, 0), (16, 0), (32, 0), (0, 48), (16, 16), (0, 0)):
+            self.add(run, x=self.at(of_x), w=self.at(of_w))
         self.assertEqual(self.counted("captures"), 2)
         self.assertEqual(self.counted("relaunches"), 7)
 
@@ -844,8 +801,7 @@ class TestAlignment(RelaunchTestCase):
         run = self.runner(ADD)
         for i, skew in enumerate((0, 0, 16, 16, 16, 0)):
             self.device.fail_captures = 1 if i == 2 else 0
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
         self.assertEqual(run.outside, {"warm-up": 1, "busy": 1})
 
@@ -854,8 +810,7 @@ class TestAlignment(RelaunchTestCase):
         run = self.runner(ADD)
         for skew in (0, 0, 16, 0, 16, 0):
             self.device.kept = [512] if skew else []
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual([r.code for r in causes.refused()], ["kept"])
         self.assertEqual(run.outside, {"warm-up": 1, "kept": 2})
@@ -867,15 +822,13 @@ class TestAlignment(RelaunchTestCase):
         with make_graph.capturing:
             run([self.at(16), self.at(0)])
         for skew in (16, 16):
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 3))
 
     def test_misaligned_input_is_copied(self):
         run = self.runner(ADD)
         for skew in (0, 0, 4, 12, 0):
-            x, w = self.at(skew), self.at(0)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, x=self.at(skew), w=self.at(0))
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
 
     def test_misaligned_input_that_is_read_is_not_written(self):
@@ -975,9 +928,7 @@ class TestReplayOfTorch(RelaunchTestCase):
         with mock.patch.object(Executable, "direct", False):
             run = self.runner(ADD, static=[1])
             w = torch.randn(4, 4)
-            for _ in range(5):
-                x = torch.randn(4, 4)
-                self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run, 5, w=w)
         self.assertEqual(relaunch_driver.driver().calls("launch"), [])
         self.assertEqual(self.counted("relaunches"), 4)
 
@@ -1010,17 +961,15 @@ class TestStreamAndRawMemory(RelaunchTestCase):
         self.raw.append(torch.empty(size, dtype=torch.uint8))
         return self.raw[-1].data_ptr()
 
-    def warm(self, **kwargs):
-        run = self.runner(ADD, static=[1], **kwargs)
-        self.add(run, 3)
-        return run
-
-    def check(self, run):
-        self.add(run)
+    def call(self):
+        """A call of a region that has been relaunched, as it is offered to be made in C. None: it is left to others."""
+        self.run = self.warmed(static=[1])
+        call = next(iter(self.run.states.values())).relaunch.call
+        return lambda: call.try_launch([torch.randn(4, 4), torch.randn(4, 4)])
 
     def test_scratch_is_freed_after_each_launch(self):
-        run = self.warm()
-        self.check(run)
+        run = self.warmed(static=[1])
+        self.add(run)
         self.assertEqual(len(self.raw), self.counted("relaunches"))
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
@@ -1034,39 +983,38 @@ class TestStreamAndRawMemory(RelaunchTestCase):
             return empty(*args)
 
         self.device.empty = may_be_full
-        run = self.warm()
+        run = self.warmed(static=[1])
         full = True
         with self.assertRaises(torch.OutOfMemoryError):
-            self.check(run)
+            self.add(run)
         full = False
-        self.check(run)
+        self.add(run)
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
     def test_scratch_is_freed_after_an_error(self):
-        run = self.warm()
+        run = self.warmed(static=[1])
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
             relaunch_driver.driver().fail(name, 2)
             with self.assertRaisesRegex(RuntimeError, name):
-                self.check(run)
-            self.check(run)
+                self.add(run)
+            self.add(run)
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
     def test_stream_that_is_captured_or_broken_is_left_to_the_slow_way(self):
-        run = self.warm()
+        call = self.call()
         before = self.counted("relaunches")
         for captured, broken in ((7, 0), (0, 7)):
             relaunch_driver.driver().library.stub_streams(captured, broken)
-            call = next(iter(run.states.values())).relaunch.call
-            self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertIsNone(call())
         self.assertEqual(self.counted("relaunches"), before)
         self.device.captured_by_user = True
-        self.check(run)
+        self.add(self.run)
         self.assertEqual(self.counted("relaunches"), before)
 
     def test_list_of_inputs_that_is_emptied_before_it_is_read(self):
         inputs: list[torch.Tensor] = []
         self.device.stream_of = lambda index: inputs.clear() or 7
-        call = next(iter(self.warm().states.values())).relaunch.call
+        call = next(iter(self.warmed(static=[1]).states.values())).relaunch.call
         inputs += [torch.randn(4, 4), torch.randn(4, 4)]
         self.assertIsNone(call.try_launch(inputs))
         inputs += [torch.randn(4, 4), torch.randn(4, 4)]
@@ -1082,36 +1030,33 @@ class TestStreamAndRawMemory(RelaunchTestCase):
         self.device.selected = device
 
     def test_other_device_is_left_to_the_slow_way(self):
-        run = self.warm()
-        call = next(iter(run.states.values())).relaunch.call
+        call = self.call()
         self.select(1, 0xBEEF)
-        self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
-        self.check(run)
+        self.assertIsNone(call())
+        self.add(self.run)
         self.device.selected = 0
-        self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNotNone(call())
 
     def test_device_is_known_by_the_context(self):
         """Torch is asked for it where another context is current, or none was."""
-        run = self.warm()
-        call = next(iter(run.states.values())).relaunch.call
+        call = self.call()
         library = relaunch_driver.driver().library
         for forget, asked in ((lambda: None, 0), (library.forget_context, 1), (lambda: None, 0)):
             forget()
             before = self.device.asked
-            self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertIsNotNone(call())
             self.assertEqual(self.device.asked - before, asked)
 
     def test_thread_without_a_context_keeps_its_device(self):
         """To give it the executable's would be to select that device for good."""
-        run = self.warm()
-        call = next(iter(run.states.values())).relaunch.call
+        call = self.call()
         driver = relaunch_driver.driver()
         self.select(1, None)
         driver.take()
-        self.assertIsNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNone(call())
         self.assertEqual(driver.take(), [])
         self.device.selected = 0
-        self.assertIsNotNone(call.try_launch([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertIsNotNone(call())
         self.assertEqual(driver.take()[0][0], "context")
 
 
@@ -1126,22 +1071,21 @@ class TestRandomNumbers(RelaunchTestCase):
         "return (buf0,)",
     )
 
-    def captured_with(self, generator, times):
-        run = self.runner(self.DRAWS, default=self.device.generator, times=times)
-        for _ in range(3):
-            x = torch.randn(4)
-            self.assertEqual(run([x, generator])[0], -x)
-        return self.device.random
-
-    def test_region_that_draws_none(self):
-        self.assertEqual(self.captured_with(None, []), [False, False])
-
-    def test_default_generator(self):
-        self.assertEqual(self.captured_with(None, [4]), [True, True])
-
-    def test_generator_that_is_an_input(self):
-        self.assertEqual(self.captured_with(Generator(), [4]), [True, True])
-        self.assertEqual(self.device.generator.offset, 0)
+    def test_capture_knows_whether_the_region_draws(self):
+        for hazard, generator, times, draws in (
+            ("it draws none", None, [], False),
+            ("default generator", None, [4], True),
+            ("generator that is an input", Generator(), [4], True),
+        ):
+            with self.subTest(hazard):
+                self.device.random.clear()
+                self.device.generator.offset = 0
+                run = self.runner(self.DRAWS, default=self.device.generator, times=times)
+                for _ in range(3):
+                    x = torch.randn(4)
+                    self.assertEqual(run([x, generator])[0], -x)
+                self.assertEqual(self.device.random, [draws] * 2)
+                self.assertEqual(self.device.generator.offset, 0 if generator or not draws else 4)
 
     def test_words_of_a_generator_are_fixed(self):
         from torch_overlay._inductor.relaunch.proof.nodes import FIXED
@@ -1205,15 +1149,12 @@ class TestFailures(RelaunchTestCase):
         with self.assertRaisesRegex(ValueError, "no"):  # the capture fails, and then the compiled code
             run([x, w])
         run.region.model.__globals__["fail"].clear()
-        for _ in range(3):
-            self.assertEqual(run([x, w])[0], x * w + x)
+        self.add(run, 3, x=x, w=w)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_out_of_memory_at_a_launch(self):
-        run = self.runner(ADD)
+        run = self.warmed()
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(3):
-            run([x, w])
         self.device.full = True
         inputs = [x, w]
         with self.assertRaises(torch.OutOfMemoryError):
@@ -1304,8 +1245,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
                 (state,) = run.states.values()
                 graph, run.states.try_launch = state.relaunch, None
                 graph.try_launch, graph.launch = mock.Mock(return_value=None), mock.Mock(side_effect=error)
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            self.add(run)
         graph.launch.assert_called_once()
         self.assertEqual(([r.code for r in causes.refused()], state.relaunch), (["host-memory"], None))
 
@@ -1339,8 +1279,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
 class TestVerify(RelaunchTestCase):
     def test_wrong_pointer_is_found_and_named(self):
-        run = self.runner(ADD, verify=True)
-        self.add(run, 3)
+        run = self.warmed(verify=True)
         (state,) = run.states.values()
         relaunch, other = state.relaunch.relaunch, torch.randn(4, 4)
         relaunch.launch = lambda inputs, originals=None: relaunch.call.launch([other, inputs[1]], inputs)
@@ -1491,9 +1430,8 @@ class TestGpu(GpuTestCase):
     def test_random_numbers_that_the_first_call_did_not_draw(self):
         drawing = []
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("perhaps(Tensor x) -> Tensor")
-            library.impl("perhaps", lambda x: x + torch.rand_like(x) if drawing else x.clone(), "CUDA")
-            library.impl("perhaps", torch.empty_like, "Meta")
+            fn = lambda x: x + torch.rand_like(x) if drawing else x.clone()  # noqa: E731
+            define(library, "perhaps(Tensor x) -> Tensor", fn, device="CUDA")
             x = torch.zeros(64, device="cuda")
             with config.patch(cudagraphs="relaunch"):
                 compiled = torch.compile(lambda x: torch.ops.relaunch_test.perhaps(x) + 0, mode="reduce-overhead")
@@ -1506,9 +1444,7 @@ class TestGpu(GpuTestCase):
     def test_region_that_keeps_its_memory(self):
         kept = []
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("cached(Tensor x) -> Tensor")
-            library.impl("cached", lambda x: kept.append(x * 2) or kept[-1] + 1, "CUDA")
-            library.impl("cached", torch.empty_like, "Meta")
+            define(library, "cached(Tensor x) -> Tensor", lambda x: kept.append(x * 2) or kept[-1] + 1, device="CUDA")
             x = torch.ones(64, device="cuda")
             with config.patch(cudagraphs="relaunch"):
                 compiled = torch.compile(lambda x: torch.ops.relaunch_test.cached(x) + 0, mode="reduce-overhead")
@@ -1549,9 +1485,7 @@ class TestGpu(GpuTestCase):
 
             name = f"doubles{stream.stream_id}"
             with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library, torch.cuda.stream(stream):
-                library.define(f"{name}(Tensor x) -> Tensor")
-                library.impl(name, double, "CUDA")
-                library.impl(name, torch.empty_like, "Meta")
+                define(library, f"{name}(Tensor x) -> Tensor", double, device="CUDA")
                 operator = getattr(torch.ops.relaunch_test, name)
                 with config.patch(cudagraphs="relaunch"):
                     compiled = torch.compile(lambda x, op=operator: op(x + 1) + 1, mode="reduce-overhead")
@@ -1576,12 +1510,8 @@ class TestGpu(GpuTestCase):
 
         self.enterContext(fresh_cache())
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("doubles_in_its_own(Tensor x) -> Tensor")
-            library.impl("doubles_in_its_own", double, "CUDA")
-            library.impl("doubles_in_its_own", torch.empty_like, "Meta")
-            library.define("rectifies(Tensor(a!) x) -> ()")
-            library.impl("rectifies", rectify, "CUDA")
-            library.impl("rectifies", lambda x: None, "Meta")
+            define(library, "doubles_in_its_own(Tensor x) -> Tensor", double, device="CUDA")
+            define(library, "rectifies(Tensor(a!) x) -> ()", rectify, lambda x: None, "CUDA")
 
             def rectified(x):
                 y = x + 1
@@ -1604,9 +1534,7 @@ class TestGpu(GpuTestCase):
 
     def test_region_that_can_not_be_captured_runs_and_the_next_one_is_captured(self):
         with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
-            library.define("host_read(Tensor x) -> Tensor")
-            library.impl("host_read", lambda x: x * x.sum().item(), "CUDA")
-            library.impl("host_read", torch.empty_like, "Meta")
+            define(library, "host_read(Tensor x) -> Tensor", lambda x: x * x.sum().item(), device="CUDA")
             x = torch.ones(4, device="cuda")
             with config.patch(cudagraphs="relaunch"):
                 compiled = torch.compile(lambda x: torch.ops.relaunch_test.host_read(x + 1), mode="reduce-overhead")

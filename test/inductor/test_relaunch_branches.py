@@ -271,7 +271,3 @@ class TestRead(unittest.TestCase):
             self.assertEqual(read.tidy(GRAPH, driver=made.driver, made=replaced), [])
         self.assertEqual(list(replaced), [fill])
         self.assertIn(replaced[fill], made.nodes(GRAPH))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -16,6 +16,7 @@ from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from stand_ins import c_module
+from stand_ins.relaunch_case import run_in_threads
 from torch_overlay._inductor.relaunch import steps
 from torch_overlay._inductor.relaunch.capture import calls
 from torch_overlay._inductor.relaunch.launch import executable
@@ -322,9 +323,7 @@ class TestDevice(TestCase):
         self.assertTrue(device.is_alone())
         _thread.start_new_thread(ask, ())  # as those of autograd, it isn't Python's
         self.assertTrue(ended.wait(60))
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
+        run_in_threads(ask)
         self.assertEqual(found, [True, False])
         self.assertTrue(device.is_alone())  # the other one has ended
 
@@ -340,9 +339,7 @@ class TestEntries(TestCase):
         super().setUp()
         module, self.driver = built()
         self.driver.reset(ctypes.c_uint64(FOREIGN))
-        patched = mock.patch.object(executable, "implementation", lambda: module)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.enterContext(mock.patch.object(executable, "implementation", lambda: module))
 
     def made(self, launches=product, tensors=2, constants=(), names=("out",), items=0, kind=CPU):
         """Have one call in code of which all tensors are inputs. Return the library, and the code."""
@@ -617,7 +614,3 @@ class TestEntries(TestCase):
             with fails, self.assertRaisesRegex(RuntimeError, f"no {name}"):
                 for _ in range(2):
                     code.run(list(self.tensors()))
-
-
-if __name__ == "__main__":
-    torch._dynamo.test_case.run_tests()

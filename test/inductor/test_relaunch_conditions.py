@@ -4,6 +4,7 @@ The stand-in for a device takes it, too, and what the other branch would write s
 for both outcomes, with other inputs at each call, and the capture sees one outcome alone.
 """
 
+import functools
 import os
 import tempfile
 from types import SimpleNamespace
@@ -11,11 +12,10 @@ from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._dynamo.test_case import run_tests
 
 import form
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import define, region, RelaunchTestCase
 from stand_ins.relaunch_device import Kernel
 from stand_ins.relaunch_host import host_as_gpu
 from torch_overlay import config
@@ -60,6 +60,19 @@ SINE = (
 COSINE = "a, b", "buf0 = torch.cos(a, out=new(4, 4))", "return (buf0,)"
 
 
+def chosen(branches):
+    """The results of a `choice` whose branches make `branches(outcome, y, w)` of their operands."""
+
+    def expected(outcome, x, w):
+        z = branches(outcome, x * w, w)
+        return z, z + w
+
+    return expected
+
+
+sine_or_cosine = chosen(lambda outcome, y, w: (y * w).sin() if outcome else y.cos())
+
+
 class Case(RelaunchTestCase):
     def setUp(self):
         super().setUp()
@@ -71,6 +84,11 @@ class Case(RelaunchTestCase):
 
     def region(self, source, **options):
         return self.runner(source, choose=choose, **options)
+
+    def call(self, run, *outcomes, expected=sine_or_cosine):
+        for outcome in outcomes:
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([torch.tensor(outcome), x, w]), expected(outcome, x, w))
 
     def check(self, run, expected, graphs=1):
         """Compare the results for all outcomes, at the end: nothing may be written over them."""
@@ -84,12 +102,6 @@ class Case(RelaunchTestCase):
         self.assertEqual(len(self.device.executables), graphs)
         if graphs == 1:
             self.assertEqual(self.device.executables[0].taken, list(OUTCOMES[1:]))
-
-
-def sine_or_cosine(outcome, x, w):
-    y = x * w
-    z = (y * w).sin() if outcome else y.cos()
-    return z, z + w
 
 
 class TestConditions(Case):
@@ -118,24 +130,12 @@ class TestConditions(Case):
 
     def test_results_of_one_branch_alone_are_copied(self):
         source = choice(COSINE, ("a, b", "return (a,)"))
-
-        def expected(outcome, x, w):
-            z = x * w if outcome else (x * w).cos()
-            return z, z + w
-
-        self.check(self.region(source), expected)
+        self.check(self.region(source), chosen(lambda outcome, y, w: y if outcome else y.cos()))
 
     def test_results_of_other_strides_are_copied(self):
         source = choice(COSINE, ("a, b", "return (torch.sin(a, out=new(4, 4)).t(),)"))
-
-        def expected(outcome, x, w):
-            z = (x * w).sin().t() if outcome else (x * w).cos()
-            return z, z + w
-
-        run = self.region(source)
-        for outcome in OUTCOMES[:1] * 2 + OUTCOMES:
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([torch.tensor(outcome), x, w]), expected(outcome, x, w))
+        expected = chosen(lambda outcome, y, w: y.sin().t() if outcome else y.cos())
+        self.call(self.region(source), *OUTCOMES[:1] * 2, *OUTCOMES, expected=expected)
 
     def test_memory_that_is_used_afterwards_is_not_a_result(self):
         """The other branch would write to it."""
@@ -169,12 +169,11 @@ class TestConditions(Case):
         )
         source = choice(large, (*large[:-1], "return (torch.amax(t6, 0, out=new(4, 4)),)"))
 
-        def expected(outcome, x, w):
-            t = (x * w + 7 * w).expand(64, 4, 4)
-            z = t.amax(0) if outcome else t.sum(0)
-            return z, z + w
+        def reduced(outcome, y, w):
+            t = (y + 7 * w).expand(64, 4, 4)
+            return t.amax(0) if outcome else t.sum(0)
 
-        self.check(self.region(source), expected)
+        self.check(self.region(source), chosen(reduced))
         scratch = self.device.arrangements[-1].layout.scratch_size
         self.assertLess(scratch, 3 * 64 * 64 + 2048, "as much as one branch needs")
 
@@ -185,13 +184,7 @@ class TestConditions(Case):
             ("a, b", "c = torch.neg(a, out=new(4, 4))", "del a", "d = torch.exp(c, out=new(4, 4))", "del c",
              "e = torch.sin(d, out=new(4, 4))", "return (e,)"),
         )  # fmt: skip
-
-        def expected(outcome, x, w):
-            y = x * w
-            z = (-y).exp().sin() if outcome else y - w
-            return z, z + w
-
-        self.check(self.region(source), expected)
+        self.check(self.region(source), chosen(lambda outcome, y, w: (-y).exp().sin() if outcome else y - w))
 
     def test_condition_in_a_branch(self):
         inner = "\n".join([branch("inner_false", *COSINE), branch("inner_true", *SINE)])
@@ -201,20 +194,17 @@ class TestConditions(Case):
         )  # fmt: skip
         taken = set()
 
-        def expected(outcome, x, w):
-            y = x * w
-            z = y - w
-            if outcome:
-                taken.add(is_positive := bool(y.sum() > 0))
-                z = (y * w).sin() if is_positive else y.cos()
-            return z, z + w
+        def nested(outcome, y, w):
+            if not outcome:
+                return y - w
+            taken.add(is_positive := bool(y.sum() > 0))
+            return (y * w).sin() if is_positive else y.cos()
 
-        for name, text in (("true", outer), ("false", outer)):
-            texts = (("a, b", "return (torch.sub(a, b, out=new(4, 4)),)"), text)
-            flipped = texts if name == "true" else texts[::-1]
+        expected, plain = chosen(nested), ("a, b", "return (torch.sub(a, b, out=new(4, 4)),)")
+        for name, texts in (("true", (plain, outer)), ("false", (outer, plain))):
             with self.subTest(name):
                 self.device.executables.clear()
-                run = self.region(f"{inner}\n{choice(*flipped)}")
+                run = self.region(f"{inner}\n{choice(*texts)}")
                 got, want = [], []
                 for i in range(24):
                     x, w, outcome = torch.randn(4, 4), torch.randn(4, 4), bool(i % 3)
@@ -249,14 +239,12 @@ class TestConditions(Case):
             self.assertEqual(run([torch.tensor(outcome), x])[0], want)
 
     def test_two_conditions_one_after_the_other(self):
-        names = ["false_graph", "true_graph"]
         source = choice(COSINE, SINE).replace(
             "return (*made, result)",
             "given = [q, result, z]; made = choose(given, false_graph, true_graph)\n    return (*made,)",
         )
         source = source.replace("p, x, w = args", "p, x, w, q = args")
         run = self.region(source)
-        self.assertEqual(len(names), 2)
         for i in range(12):
             x, w, p, q = torch.randn(4, 4), torch.randn(4, 4), torch.tensor(i % 2 == 0), torch.tensor(i % 3 == 0)
             z, result = sine_or_cosine(bool(p), x, w)
@@ -332,21 +320,14 @@ class TestConditions(Case):
 
     def test_outputs_of_the_observed_branch_are_known_in_a_capture(self):
         """A run takes one branch, a capture both: numbers of allocations in a branch are its own."""
-        source = choice(COSINE, SINE)
-        run = self.region(source)
-        for outcome in (False, False):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
+        run = self.region(choice(COSINE, SINE))
+        self.call(run, False, False)
         (state,) = run.states.values()
         self.assertEqual(state.plan.allocations, {("false_graph", 1), 1}, "of a branch, and after it")
 
     def test_code_with_a_condition_is_not_run_as_steps(self):
-        source = choice(COSINE, SINE)
-        run = self.region(source)
-        steps = Steps(run.region.model, self.device)
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        for _ in range(2):
-            self.assertEqual(steps.run([torch.tensor(True), x, w]), sine_or_cosine(True, x, w))
+        steps = Steps(self.region(choice(COSINE, SINE)).region.model, self.device)
+        self.call(steps.run, True, True)
         self.assertIn("a tensor chooses a branch", steps.why_not)
 
 
@@ -354,10 +335,6 @@ class TestNeverRun(Case):
     def setUp(self):
         super().setUp()
         branches.MOST_WAITS = 4  # until the patch ends
-
-    def call(self, run, outcome):
-        x, w = torch.randn(4, 4), torch.randn(4, 4)
-        self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
 
     def test_capture_waits_for_the_other_branch(self):
         run = self.region(choice(COSINE, SINE))
@@ -375,9 +352,7 @@ class TestNeverRun(Case):
         run = self.region(choice(COSINE, (*SINE[:-1], "tuned, untuned = tuned_kernel, kernel", SINE[-1])))
         namespace = run.region.model.__globals__
         namespace["kernel"] = namespace["tuned_kernel"] = made = SimpleNamespace(launchers=["first", "second"])
-        for _ in range(6):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([torch.tensor(False), x, w]), sine_or_cosine(False, x, w))
+        self.call(run, *6 * [False])
         self.assertEqual(made.launchers, ["first"])
         self.assertEqual(self.counted("captures"), 1)
 
@@ -389,9 +364,7 @@ class TestSplitOff(Case):
         self.device.without_conditionals = True
         run = self.region(choice(COSINE, SINE))
         with mock.patch.object(split_off, "compile_again", return_value=True) as again:
-            for outcome in OUTCOMES:
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
+            self.call(run, *OUTCOMES)
         again.assert_called_once()
         self.assertIn("a graph can't choose between branches", split_off.failed()["cond"])
         self.assertEqual(self.counted("captures"), 0)
@@ -400,9 +373,7 @@ class TestSplitOff(Case):
         self.device.fail_captures = 100
         run = self.region(choice(COSINE, SINE))
         with mock.patch.object(split_off, "compile_again", return_value=True):
-            for outcome in OUTCOMES:
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
+            self.call(run, *OUTCOMES)
         self.assertIn("the driver has the flu", split_off.failed()["cond"])
 
     def test_driver_that_refuses_a_node_of_a_branch(self):
@@ -411,8 +382,7 @@ class TestSplitOff(Case):
             for i, outcome in enumerate(OUTCOMES):
                 if i == 1:  # the first launch
                     relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, skip=2)
-                x, w = torch.randn(4, 4), torch.randn(4, 4)
-                self.assertEqual(run([torch.tensor(outcome), x, w]), sine_or_cosine(outcome, x, w))
+                self.call(run, outcome)
         again.assert_called_once()
         self.assertIn("cuGraphExecKernelNodeSetParams", split_off.failed()["cond"])
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
@@ -422,8 +392,7 @@ class TestSplitOff(Case):
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
             with inductor_config.patch(force_disable_caches=False):
                 run = self.region(choice(COSINE, SINE))
-                for outcome in OUTCOMES[:2]:
-                    run([torch.tensor(outcome), torch.randn(4, 4), torch.randn(4, 4)])
+                self.call(run, *OUTCOMES[:2])
                 self.assertEqual(list(split_off.failed()), ["cond"])
             self.assertEqual(os.listdir(folder), [])
 
@@ -502,19 +471,11 @@ class TestWhichAreInside(RelaunchTestCase):
 
             return [each.message for function in coverage.coverage().functions for each in function.outside]
 
+    @staticmethod
+    def conditional(x, branch=torch.sin):
+        return torch.cond(x.sum() > 0, branch, torch.cos, (x.sin(),)).exp()
+
     def test_causes(self):
-        def random(x):
-            return torch.cond(x.sum() > 0, torch.rand_like, torch.cos, (x.sin(),)).exp()
-
-        def custom(x):
-            return torch.cond(x.sum() > 0, lambda y: torch.ops.inside.twice(y), torch.cos, (x.sin(),)).exp()
-
-        def host(x):
-            return torch.cond(x.sum() > 0, lambda y: y + y.cpu().sin().cuda(), torch.cos, (x.sin(),)).exp()
-
-        def number(x):
-            return torch.cond(x.sum() > 0, lambda y: y * y.sum().item(), torch.cos, (x.sin(),)).exp()
-
         def deep(x):
             def nest(y, depth):
                 if not depth:
@@ -523,27 +484,21 @@ class TestWhichAreInside(RelaunchTestCase):
 
             return nest(x.sin(), 3).exp()
 
-        def sizes(x):
-            return torch.cond(x.sum() > 0, lambda y: y[:4].clone(), lambda y: y.cos(), (x.sin(),)).exp()
-
         with torch.library._scoped_library("inside", "FRAGMENT") as library:
-            library.define("twice(Tensor x) -> Tensor")
-            library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-            library.impl("twice", torch.empty_like, "Meta")
-            for fn, why in (
-                (random, "a branch draws random numbers"),
-                (custom, "a branch calls a custom operator"),
-                (host, "a branch has a tensor on the host"),
-                (number, "a branch has a number, or a size, that depends on data"),
-                (deep, "conditions are more than 2 deep"),
-                (sizes, "the results of its branches differ in size"),
+            define(library, "twice(Tensor x) -> Tensor", lambda x: x * 2, device="CompositeExplicitAutograd")
+            for branch, why in (
+                (torch.rand_like, "a branch draws random numbers"),
+                (lambda y: torch.ops.inside.twice(y), "a branch calls a custom operator"),
+                (lambda y: y + y.cpu().sin().cuda(), "a branch has a tensor on the host"),
+                (lambda y: y * y.sum().item(), "a branch has a number, or a size, that depends on data"),
+                (lambda y: y[:4].clone(), "the results of its branches differ in size"),
+                (None, "conditions are more than 2 deep"),
             ):
                 scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
-                with self.subTest(fn.__name__), scalars:
-                    (message,) = self.why_split(fn)
-                    self.assertIn(
-                        f"control flow: cond, for {'a condition in a branch: ' if fn is deep else ''}", message
-                    )
+                with self.subTest(why), scalars:
+                    (message,) = self.why_split(functools.partial(self.conditional, branch=branch) if branch else deep)
+                    place = "" if branch else "a condition in a branch: "
+                    self.assertIn(f"control flow: cond, for {place}", message)
                     self.assertIn(why, message)
 
     def test_inside(self):
@@ -580,21 +535,11 @@ class TestWhichAreInside(RelaunchTestCase):
         self.assertIn("control flow: cond, for the program has streams of its own", messages)
 
     def test_part_of_few_kernels(self):
-        def fn(x):
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x.sin(),)).exp()
-
         with inductor_config.patch({"triton.cudagraph_min_partition_size": 100}):
-            for message in self.why_split(fn, graphs=0):
+            for message in self.why_split(self.conditional, graphs=0):
                 self.assertIn("cudagraph_min_partition_size", message)
 
     @form.overlay_only
     def test_switch_for_comparisons(self):
-        def fn(x):
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x.sin(),)).exp()
-
         with mock.patch.object(conditions, "ARE_INSIDE", False), inductor_config.patch(force_disable_caches=True):
-            self.assertEqual(len(self.why_split(fn)), 1)
-
-
-if __name__ == "__main__":
-    run_tests()
+            self.assertEqual(len(self.why_split(self.conditional)), 1)

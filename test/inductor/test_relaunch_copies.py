@@ -11,7 +11,7 @@ from torch._inductor.test_case import TestCase
 import form  # noqa: F401
 from stand_ins import relaunch_driver
 from stand_ins.graph_api import FakeApi
-from stand_ins.relaunch_driver import At
+from stand_ins.relaunch_driver import At, driver
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -24,14 +24,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 )
 from torch_overlay._inductor.relaunch.runner import COPY_SETTER
 from torch_overlay.csrc import DriverError
-
-
-driver: relaunch_driver.Driver
-
-
-def setUpModule() -> None:
-    global driver
-    driver = relaunch_driver.driver()
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000
@@ -109,8 +101,8 @@ class TestSettle(TestCase):
 class TestRefused(TestCase):
     def make(self, refused: int = 0) -> Any:
         """A call of a graph, whose copies can't be set if its executable, 100, is below `refused`."""
-        driver.library.stub_reset()
-        driver.library.stub_refuse(refused)
+        driver().library.stub_reset()
+        driver().library.stub_refuse(refused)
         blocks = executable.call_maker(relaunch_driver.module(), 100, template())
         on_stream = {"direct": True, "device": (0, int, lambda index: 5, 0)}
         return relaunch_driver.call_of(blocks, inputs=((0, 0), (1, 0)), **on_stream)
@@ -121,7 +113,7 @@ class TestRefused(TestCase):
     def driven(self) -> list[tuple[Any, ...]]:
         """Calls of the driver since the last look: (kind, executable or node, node, address on the device)."""
         found: list[tuple[Any, ...]] = []
-        for kind, *values in driver.take():
+        for kind, *values in driver().take():
             if kind == "launch":
                 found.append((kind, int(values[0], 16)))
             elif kind == "fill":
@@ -147,19 +139,19 @@ class TestRefused(TestCase):
         """The launch that may return None does, and leaves its inputs; a further one sets each node again."""
         call = self.make()
         self.launch(call, 0x1000, 0x2000)
-        driver.library.stub_refuse(101)
-        driver.take()
+        driver().library.stub_refuse(101)
+        driver().take()
         inputs = [At(0x1000), At(0x4000)]
         self.assertIsNone(call.try_launch(inputs))
         self.assertEqual((len(inputs), self.driven(), call.launches), (2, [], 1))
-        driver.library.stub_refuse(0)
+        driver().library.stub_refuse(0)
         self.assertIsNotNone(call.try_launch(inputs))
         copies = ("copy", 100, 0x50, 0x1040), ("fill", 100, 0x51), ("copy", 100, 0x52, 0x4000)
         self.assertEqual(self.driven(), [*copies, ("launch", 100)])
 
     def test_other_errors_are_the_callers(self) -> None:
         call = self.make()
-        driver.fail("cuGraphExecMemsetNodeSetParams", 1)
+        driver().fail("cuGraphExecMemsetNodeSetParams", 1)
         with self.assertRaisesRegex(DriverError, "cuGraphExecMemsetNodeSetParams"):
             call.try_launch([At(0x1000), At(0x2000)])
         self.assertNotIn("launch", [kind for kind, *_ in self.driven()])

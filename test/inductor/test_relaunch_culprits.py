@@ -381,12 +381,18 @@ class TestMemory(Private):
 
 
 class TestCompiledAgain(Private):
-    def compiled(self):
+    def compiled(self, before_run=lambda made: None):
+        """A compiled function, and the ids of its compilations so far, which `before_run` gets at each run."""
         made = []
 
         def backend(gm, inputs):
             made.append(torch._guards.CompileContext.current_compile_id())
-            return gm.forward
+
+            def run(*args):
+                before_run(made)
+                return gm.forward(*args)
+
+            return run
 
         torch._dynamo.reset()
 
@@ -409,25 +415,7 @@ class TestCompiledAgain(Private):
         self.assertEqual(made[0].frame_id, made[1].frame_id)
 
     def test_while_its_code_runs(self):
-        made = []
-
-        def backend(gm, inputs):
-            made.append(torch._guards.CompileContext.current_compile_id())
-            compile_id = made[-1]
-
-            def run(*args):
-                if len(made) == 1:
-                    self.assertTrue(split_off.compile_again(compile_id))
-                return gm.forward(*args)
-
-            return run
-
-        torch._dynamo.reset()
-
-        @torch.compile(backend=backend)
-        def f(x):
-            return x.sin() + 1
-
+        f, made = self.compiled(lambda made: len(made) > 1 or self.assertTrue(split_off.compile_again(made[0])))
         x = torch.randn(4)
         for _ in range(3):
             self.assertEqual(f(x), x.sin() + 1)

@@ -169,10 +169,6 @@ class TestPacking(unittest.TestCase):
         self.assertFalse(order.follows(1, 0))
         self.assertEqual(order.span(0), (0, 1))
 
-    def test_two_captures_agree_on_the_longer_life(self):
-        self.assertEqual(Life(8, 2, 5).either(Life(8, 1, 7)), Life(8, 1, 7))
-        self.assertEqual(Life(8, 2, 5).either(Life(8, 2, None)), Life(8, 2, None))
-
     def test_order_is_that_of_the_edges(self):
         order = Order(4, [(3, 0), (0, 2), (2, 1)], [], [])
         self.assertEqual(order.order, [3, 0, 2, 1])
@@ -181,10 +177,12 @@ class TestPacking(unittest.TestCase):
 
 
 class TestCuts(unittest.TestCase):
+    SAVED = [LaunchMemory(10 * MIB, 0, 96 - 6 * i) for i in range(16)]
+    GRADIENTS = [LaunchMemory(10 * MIB, 6 * i, 96) for i in range(16)]
+    HELD = [LaunchMemory(1, 0, 3), LaunchMemory(10, 2, 2), LaunchMemory(100, 4, 9), LaunchMemory(1000, 9, 9)]
+
     def test_saved_memory_goes_while_gradients_come(self):
-        saved = [LaunchMemory(10 * MIB, 0, 96 - 6 * i) for i in range(16)]
-        gradients = [LaunchMemory(10 * MIB, 6 * i, 96) for i in range(16)]
-        held = saved + gradients
+        held = self.SAVED + self.GRADIENTS
         starts = cuts(held, 96, 8, MIB)
         self.assertEqual(starts[0], 0)
         self.assertLessEqual(len(starts), 8)
@@ -192,11 +190,10 @@ class TestCuts(unittest.TestCase):
         self.assertLessEqual(need_of(held, starts, 96), 200 * MIB)
 
     def test_a_part_does_not_begin_inside_of_a_conditional(self):
-        saved = [LaunchMemory(10 * MIB, 0, 96 - 6 * i) for i in range(16)]
-        gradients = [LaunchMemory(10 * MIB, 6 * i, 96) for i in range(16)]
-        anywhere = cuts([*saved, *gradients], 96, 8, MIB)
+        held = self.SAVED + self.GRADIENTS
+        anywhere = cuts(held, 96, 8, MIB)
         inside = set(range(anywhere[1] - 3, anywhere[1] + 4))
-        starts = cuts([*saved, *gradients], 96, 8, MIB, inside)
+        starts = cuts(held, 96, 8, MIB, inside)
         self.assertGreater(len(starts), 1)
         self.assertTrue(inside.isdisjoint(starts))
 
@@ -217,19 +214,17 @@ class TestCuts(unittest.TestCase):
             self.assertLess(need_of_part(saved + gradients, begin, end), 0.75 * lazy)
 
     def test_most_at_a_moment(self):
-        held = [LaunchMemory(1, 0, 3), LaunchMemory(10, 2, 2), LaunchMemory(100, 4, 9), LaunchMemory(1000, 9, 9)]
-        found = _most_at_a_moment(held, grid := [0, 2, 3, 4, 9, 10])
+        found = _most_at_a_moment(self.HELD, grid := [0, 2, 3, 4, 9, 10])
         for (begin, end), most in found.items():
-            live = [sum(h.size for h in held if h.first <= at <= h.last) for at in range(begin, end)]
+            live = [sum(h.size for h in self.HELD if h.first <= at <= h.last) for at in range(begin, end)]
             self.assertEqual(most, max(live))
         self.assertEqual(len(found), len(grid) * (len(grid) - 1) // 2)
 
     def test_sums_of_parts(self):
-        held = [LaunchMemory(1, 0, 3), LaunchMemory(10, 2, 2), LaunchMemory(100, 4, 9), LaunchMemory(1000, 9, 9)]
         for begin in range(10):
             for end in range(begin + 1, 11):
-                expected = sum(h.size for h in held if h.first < end and h.last >= begin)
-                self.assertEqual(_needs(held, range(11))[begin, end], expected)
+                expected = sum(h.size for h in self.HELD if h.first < end and h.last >= begin)
+                self.assertEqual(_needs(self.HELD, range(11))[begin, end], expected)
 
     @settings(deadline=None, max_examples=60)
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 12)), max_size=12))

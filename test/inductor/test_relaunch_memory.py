@@ -28,7 +28,6 @@ from torch_overlay._inductor.relaunch.capture import address_space
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
-from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -40,7 +39,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     TensorView,
 )
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.runner import COPY_SETTER, Runner
+from torch_overlay._inductor.relaunch.runner import COPY_SETTER
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.csrc import DriverError
 from torch_overlay.testing import simulated_gpu
@@ -52,12 +51,10 @@ def region(args):
     x, = args
     args.clear()
     for i in range(12):
-        y = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.add(x, i, out=y)
+        y = torch.add(x, i, out=new(64, 64))
         x = y
         del y
-    out = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.mul(x, 2, out=out)
+    out = torch.mul(x, 2, out=new(64, 64))
     return (out,)
 """
 
@@ -75,8 +72,7 @@ def region(args):
 """
 
 SCRATCH = """
-    y = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.add(x, 1, out=y)
+    y = torch.add(x, 1, out=new(64, 64))
     torch.sub(y, 1, out=y)
     del y
 """
@@ -89,20 +85,16 @@ def region(args):
     saved = [a0, a1, a2, a3, a4, a5, a6, a7]
     del a0, a1, a2, a3, a4, a5, a6, a7
     args.clear()
-    carried = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.add(tangent, 1, out=carried)
+    carried = torch.add(tangent, 1, out=new(64, 64))
     gradients = []
     while saved:
         a = saved.pop()
-        scratch = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.mul(a, tangent, out=scratch)
-        g = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.add(scratch, carried, out=g)
+        scratch = torch.mul(a, tangent, out=new(64, 64))
+        g = torch.add(scratch, carried, out=new(64, 64))
         del a, scratch
         gradients.append(g)
     held.add_(1)
-    total = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    torch.add(carried, held, out=total)
+    total = torch.add(carried, held, out=new(64, 64))
     return (*gradients, total, held, 7)
 """
 
@@ -116,15 +108,13 @@ def region(args):
     flows = []
     while saved:
         a = saved.pop()
-        d = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.add(a, flows[-1] if flows else tangent, out=d)
+        d = torch.add(a, flows[-1] if flows else tangent, out=new(64, 64))
         flows.append(d)
         del a, d
     gradients = []
     while flows:
         d = flows.pop()
-        g = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        torch.mul(d, 3, out=g)
+        g = torch.mul(d, 3, out=new(64, 64))
         del d
         gradients.append(g)
     return tuple(gradients)
@@ -290,7 +280,7 @@ class TestScratch(RelaunchTestCase):
         source = CHAIN.replace("        x = y\n", "        old, x = x, y\n").replace(
             "torch.mul(x, 2,", "torch.mul(x, old,"
         )
-        source = source.replace("torch.add(x, i, out=y)", "torch.add(x, old, alpha=i, out=y)")
+        source = source.replace("torch.add(x, i,", "torch.add(x, old, alpha=i,")
         source = source.replace("    for i", "    old = x\n    for i")
         run = self.runner(source)
         with mock.patch.object(arrange, "SMALL", 0), mock.patch.object(packing, "SLAB", 64 * 64 * 4):
@@ -337,12 +327,29 @@ class TestStages(RelaunchTestCase):
         super().setUp()
         self.cut_into_stages(64 * 64 * 4)  # one gradient is as much as a stage must save
 
-    def backward(self, source=BACKWARD, *, verify=False, static=(), mutated=(9,), **namespace):
-        scope = {"torch": torch, "empty_strided_cuda": self.device.empty, **namespace}
-        exec(source, scope)
-        code = CodeFacts("a backward", 0, tuple(static), tuple(mutated), is_backward=True)
-        with config.patch(cudagraph_verify=verify):
-            return Runner(scope["region"], code, self.device)
+    def backward(self, source=BACKWARD, *, mutated=(9,), **options):
+        return self.runner(source, mutated=mutated, is_backward=True, **options)
+
+    def check(self, run, inputs=None):
+        """Call a region of `BACKWARD` with these inputs, or new ones. Return its outputs."""
+        inputs = backward_inputs() if inputs is None else inputs
+        expected = backward_expected(inputs)
+        result = run(inputs)
+        self.assertEqual(list(result), expected)
+        self.assertEqual(inputs, [])
+        return result
+
+    def warmed(self, **options):
+        run = self.backward(**options)
+        for _ in range(3):
+            run(backward_inputs())
+        return run
+
+    def deferred(self, inputs):
+        """The results of `DEFERRED`."""
+        *saved, tangent = [v.clone() for v in inputs]
+        flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
+        return [3 * d for d in [*flows][:0:-1]]
 
     def stages(self):
         return self.device.arrangements[-1].stages
@@ -377,11 +384,8 @@ class TestStages(RelaunchTestCase):
         run(backward_inputs())
         for _ in range(5):
             inputs = backward_inputs()
-            expected, given = backward_expected(inputs), list(inputs)
-            result = run(given)
-            self.assertEqual(list(result), expected)
-            self.assertEqual(given, [])
-            self.assertIs(result[-2], inputs[9])
+            held = inputs[9]
+            self.assertIs(self.check(run, inputs)[-2], held)
         self.assertGreater(len(self.stages()), 2)
         self.assertEqual(self.counted("captures"), 1)
         self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
@@ -390,16 +394,12 @@ class TestStages(RelaunchTestCase):
 
     def test_backward_that_writes_over_what_was_saved(self):
         """One stage leaves there what a later one reads."""
-        source = DEFERRED.replace(
-            "d = empty_strided_cuda((64, 64), (64, 1), torch.float32)\n        torch.add(a,", "d = torch.add(a,"
-        )
-        source = source.replace("else tangent, out=d)", "else tangent, out=a)")
+        source = DEFERRED.replace("else tangent, out=new(64, 64))", "else tangent, out=a)")
         run = self.backward(source, mutated=())
         for _ in range(4):
             inputs = backward_inputs()[:9]
-            *saved, tangent = [v.clone() for v in inputs]
-            flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
-            self.assertEqual(list(run(inputs)), [3 * d for d in [*flows][:0:-1]])
+            expected = self.deferred(inputs)
+            self.assertEqual(list(run(inputs)), expected)
         self.assertGreater(len(self.stages()), 1)
         self.assertEqual(self.counted("relaunches"), 3 * len(self.stages()))
 
@@ -431,15 +431,12 @@ class TestStages(RelaunchTestCase):
         state.relaunch.launch = mock.Mock(side_effect=error)
         with self.assertRaisesRegex(DriverError, "no such copy"):
             run(backward_inputs()[:9])
-        *saved, tangent, _ = inputs = backward_inputs()
-        flows = itertools.accumulate(reversed(saved), torch.add, initial=tangent)
-        self.assertEqual(list(run(inputs[:9])), [3 * d for d in [*flows][:0:-1]])
+        inputs = backward_inputs()[:9]
+        self.assertEqual(list(run(list(inputs))), self.deferred(inputs))
         self.assertEqual((state.refused, state.relaunch), ("host-memory", None))
 
     def test_saved_inputs_are_freed_before_later_stages(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         inputs = backward_inputs()
         alive = [weakref.ref(v) for v in inputs[:8]]
         seen = []
@@ -499,9 +496,8 @@ class TestStages(RelaunchTestCase):
     def test_pieces_of_the_same_stages_are_one_allocation(self):
         run = self.backward(DEFERRED, mutated=())
         for _ in range(6):
-            *saved, tangent = inputs = backward_inputs()[:9]
-            expected = [sum(saved[k:], tangent) * 3 for k in range(8)]
-            self.assertEqual(list(run(list(inputs))), expected)
+            inputs = backward_inputs()[:9]
+            self.assertEqual(list(run(list(inputs))), self.deferred(inputs))
         stages = self.stages()
         self.assertGreater(len(stages), 1)
         slots = [(k, slot) for k, stage in enumerate(stages) for slot in stage.gives]
@@ -565,9 +561,8 @@ class TestStages(RelaunchTestCase):
         for _ in range(5):
             slab = torch.randn(8, 64, 64)
             inputs = [*slab.unbind(), torch.randn(64, 64), torch.randn(64, 64)]
-            expected = backward_expected(inputs)
             del slab
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run, inputs)
 
     def test_inputs_in_one_piece_are_not_worth_stages(self):
         run = self.backward()
@@ -581,21 +576,16 @@ class TestStages(RelaunchTestCase):
         run = self.backward(verify=True)
         run(backward_inputs())
         for _ in range(5):
-            inputs = backward_inputs()
-            expected = backward_expected(inputs)
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run)
         self.assertIsInstance(run.states[()].relaunch, Verified)
         self.assertGreater(len(self.stages()), 2)
 
     def test_misaligned_input_is_found_before_the_first_stage(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         for _ in range(3):
             inputs = backward_inputs()
             inputs[0] = torch.empty(64 * 64 + 1)[1:].view(64, 64).copy_(inputs[0])  # of the last stage
-            expected = backward_expected(inputs)
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run, inputs)
 
     def test_inputs_that_somebody_else_holds_are_not_freed(self):
         """Then stages save little."""
@@ -608,46 +598,36 @@ class TestStages(RelaunchTestCase):
                     run(inputs)
             self.assertEqual(bool(self.stages()), not is_held)
 
-    def test_outputs_are_held_to_the_end(self):
+    def needs(self):
+        """The arguments of what is asked about a region while it is arranged."""
         with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
-            run = self.backward()
-            for _ in range(2):
-                run(backward_inputs())
-        held, _, length = need_of.mock_calls[0].args
+            self.warmed()
+        return [call.args for call in need_of.mock_calls]
+
+    def test_outputs_are_held_to_the_end(self):
+        held, _, length = self.needs()[0]
         self.assertEqual({h.last for h in held if h.first and not h.slab}, {length})
 
     def test_stages_save_no_less_than_the_gain(self):
-        with mock.patch.object(arrange, "need_of", wraps=arrange.need_of) as need_of:
-            run = self.backward()
-            for _ in range(2):
-                run(backward_inputs())
-        at_once, cut = [arrange.need_of(*call.args) for call in need_of.mock_calls]
+        at_once, cut = [arrange.need_of(*asked) for asked in self.needs()]
         for more, are_cut in ((0, True), (1, False)):
-            run = self.backward()
             with mock.patch.object(arrange, "GAIN", at_once - cut + more):
-                for _ in range(2):
-                    run(backward_inputs())
+                self.warmed()
             self.assertEqual(bool(self.stages()), are_cut)
 
     def test_static_input_that_moves(self):
         run = self.backward(static=[8])
         for _ in range(6):
-            inputs = backward_inputs()
-            expected = backward_expected(inputs)
-            self.assertEqual(list(run(inputs)), expected)
+            self.check(run)
         self.assertEqual(self.counted("captures"), 1)
 
     def test_no_memory_in_the_middle(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         last = run.states[()].relaunch.steps[-1][0]
         full = mock.patch.object(last, "launch", side_effect=torch.OutOfMemoryError("no memory"))
         with full, self.assertRaises(torch.OutOfMemoryError):
             run(backward_inputs())
-        inputs = backward_inputs()
-        expected = backward_expected(inputs)
-        self.assertEqual(list(run(inputs)), expected)
+        self.check(run)
 
     def test_forward_stays_whole(self):
         run = self.runner(BACKWARD, mutated=[9])
@@ -656,9 +636,7 @@ class TestStages(RelaunchTestCase):
         self.assertEqual(self.stages(), ())
 
     def test_executables_go_with_the_region(self):
-        run = self.backward()
-        for _ in range(3):
-            run(backward_inputs())
+        run = self.warmed()
         self.assertEqual([stage.totals[0] for stage in run.states[()].relaunch.stages], [2] * len(self.stages()))
         refs = [weakref.ref(executable) for executable in self.device.executables]
         self.device.executables.clear()
@@ -672,9 +650,7 @@ def vector(storage, bytes_, dtype=torch.float32, offset=0):
 
 class TestChunks(unittest.TestCase):
     def setUp(self):
-        patch = mock.patch.object(outputs, "CHUNK", 4096)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.object(outputs, "CHUNK", 4096))
 
     def test_little_is_one_slab(self):
         recipes = [vector(0, 1024), vector(1, 1024)]
@@ -706,28 +682,25 @@ class TestChunks(unittest.TestCase):
         self.assertEqual({s.size for s in own[:-1]}, {4096})
         self.assertLessEqual(own[-1].size, 4096)
 
-    def test_holes_are_filled_first(self):
-        recipes = [vector(i, 1024) for i in range(16)]
+    def with_holes(self, sizes, *holes):
+        """Storages and places of vectors of these sizes, all of them saved."""
+        recipes, count = [vector(i, size) for i, size in enumerate(sizes)], len(sizes)
         with mock.patch.object(outputs, "HOLE", 1024):
-            _, storages, places = place(
-                recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 1023, 2048, 4096 + 1000]
-            )
+            return place(recipes, sizes, frozenset(range(count)), range(count), holes=list(holes))[1:]
+
+    def test_holes_are_filled_first(self):
+        storages, places = self.with_holes([1024] * 16, 1536, 1023, 2048, 4096 + 1000)
         self.assertEqual(sorted(s.size for s in storages), [1024, 1024, 2048, 4096, 4096, 4096])
         (pair,) = [number for number, s in enumerate(storages) if s.size == 2048]
         first, second = [i for i, (number, _) in enumerate(places) if number == pair]
         self.assertEqual(second - first, 1, "neighbours in the forward")
 
     def test_large_hole_takes_several_chunks(self):
-        recipes = [vector(i, 1024) for i in range(16)]
-        with mock.patch.object(outputs, "HOLE", 1024):
-            _, storages, _ = place(recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[2 * 4096 + 3072])
+        storages, _ = self.with_holes([1024] * 16, 2 * 4096 + 3072)
         self.assertEqual(sorted(s.size for s in storages), [1024, 3072, 4096, 4096, 4096])
 
     def test_hole_takes_the_neighbours_that_fill_most_of_it(self):
-        sizes = [4096, 1024, 1536, 512, 2560, 4096, 4096]
-        recipes = [vector(i, size) for i, size in enumerate(sizes)]
-        with mock.patch.object(outputs, "HOLE", 1024):
-            _, storages, places = place(recipes, sizes, frozenset(range(7)), range(7), holes=[2048])
+        storages, places = self.with_holes([4096, 1024, 1536, 512, 2560, 4096, 4096], 2048)
         (hole,) = [number for number, s in enumerate(storages) if s.size == 2048]
         self.assertEqual([i for i, (number, _) in enumerate(places) if number == hole], [2, 3])
 
@@ -824,28 +797,27 @@ def region(args):
     args.clear()
     made = []
     for i in range(12):
-        y = empty_strided_cuda((32, 32), (32, 1), torch.float32)
-        torch.add(x, i, out=y)
-        made.append(y)
-        z = empty_strided_cuda((32, 16), (16, 1), torch.float64)
-        torch.mul(x[:, :16], 1.0, out=z)
-        made.append(z)
+        made.append(torch.add(x, i, out=new(32, 32)))
+        made.append(torch.mul(x[:, :16], 1.0, out=new(32, 16, dtype=torch.float64)))
     return tuple(made)
 """
+
+    def check(self, out, x):
+        for i, value in enumerate(out):
+            self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+
+    def call(self, run):
+        x = torch.randn(32, 32)
+        out = run([x])
+        self.check(out, x)
+        return out, x
 
     def test_saved_outputs_keep_no_more_than_their_chunk(self):
         with mock.patch.object(outputs, "CHUNK", 16384):
             run = self.runner(self.SOURCE, saved=range(1, 24))
-            held = []
-            for _ in range(5):
-                x = torch.randn(32, 32)
-                out = run([x])
-                held.append((out, x))
-                for i, value in enumerate(out):
-                    self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+            held = [self.call(run) for _ in range(5)]
         for out, x in held:
-            for i, value in enumerate(out):
-                self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+            self.check(out, x)
         out = held[-1][0]
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out}
         self.assertLess(len(storages), 10)
@@ -859,11 +831,7 @@ def region(args):
         self.device.free_blocks = [8192] * 3
         with mock.patch.object(outputs, "CHUNK", 16384), mock.patch.object(outputs, "HOLE", 4096):
             run = self.runner(self.SOURCE, saved=range(1, 24))
-            for _ in range(5):
-                x = torch.randn(32, 32)
-                out = run([x])
-                for i, value in enumerate(out):
-                    self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+            out = [self.call(run) for _ in range(5)][-1][0]
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out[1:]}
         self.assertGreaterEqual(list(storages.values()).count(8192), 3)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)

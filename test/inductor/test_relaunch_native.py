@@ -6,12 +6,10 @@ The driver is `relaunch_driver`'s.
 import ctypes
 import functools
 import gc
-import importlib.util
 import os
 import struct
 import sys
 import threading
-import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +21,8 @@ from torch._dynamo.test_case import TestCase
 
 import form
 from stand_ins import c_module, relaunch_driver
-from stand_ins.relaunch_driver import At, kernel, Patched, word
+from stand_ins.relaunch_case import run_in_threads
+from stand_ins.relaunch_driver import At, driver, kernel, Patched, word
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import Driver
@@ -48,23 +47,17 @@ INVALID, OUT_OF_MEMORY = 1, 2
 
 ALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-driver: relaunch_driver.Driver
-
-
-def setUpModule():
-    global driver
-    driver = relaunch_driver.driver()
 
 
 class DriverCase(TestCase):
     def setUp(self):
         super().setUp()
-        driver.library.stub_reset()
+        driver().library.stub_reset()
         self.module = relaunch_driver.module()
 
     def tearDown(self):
         self.assertEqual(self.module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
-        self.assertEqual(driver.left(), (0, 0, 0))
+        self.assertEqual(driver().left(), (0, 0, 0))
         super().tearDown()
 
 
@@ -118,12 +111,12 @@ class TestRanges(DriverCase):
     def test_allocations_leave_no_block_on_the_stack(self):
         made = self.module.reserve(0, 1 << 40)
         low, high = self.module.state(made)[:2]
-        driver.library.stub_litter()
+        driver().library.stub_litter()
         self.module.use(made)
         self.module.take(made, BLOCK)
-        found = [driver.library.stub_remains(low, high, BLOCK)]
+        found = [driver().library.stub_remains(low, high, BLOCK)]
         addresses = self.allocate(BLOCK)
-        found.append(driver.library.stub_remains(low, high, BLOCK))
+        found.append(driver().library.stub_remains(low, high, BLOCK))
         self.module.use(None)
         self.drop(made, addresses)
         self.assertEqual(found, [0, 0])
@@ -132,11 +125,11 @@ class TestRanges(DriverCase):
         low, step = 1 << 40, BLOCK
         found = []
         for clear in (lambda: None, self.module.clear_stack):
-            driver.library.stub_reset()
-            driver.library.stub_litter()
-            driver.library.cuMemMap(*[ctypes.c_uint64(number) for number in (low + step, step, 0, 1000, 0)])
+            driver().library.stub_reset()
+            driver().library.stub_litter()
+            driver().library.cuMemMap(*[ctypes.c_uint64(number) for number in (low + step, step, 0, 1000, 0)])
             clear()
-            found.append(driver.library.stub_remains(low, low + 8 * step, step))
+            found.append(driver().library.stub_remains(low, low + 8 * step, step))
         self.assertGreater(found[0], 1000)
         self.assertEqual(found[1], 0)
 
@@ -157,53 +150,53 @@ class TestRanges(DriverCase):
     def test_all_of_an_allocation_maps_one_small_block(self):
         made, (address,) = self.fill(3 * BLOCK - 5 * MiB)
         low = self.module.state(made)[0]
-        (handle, size, *_) = driver.calls("create")[0]
+        (handle, size, *_) = driver().calls("create")[0]
         self.assertEqual(int(size), BLOCK)
-        maps = [(int(at, 16) - low, int(size), int(offset), h) for at, size, offset, h in driver.calls("map")]
+        maps = [(int(at, 16) - low, int(size), int(offset), h) for at, size, offset, h in driver().calls("map")]
         self.assertEqual(maps, [(at, BLOCK, 0, handle) for at in range(0, 3 * BLOCK, BLOCK)])
-        self.assertEqual(driver.calls("access"), [[hex(low), str(3 * BLOCK), "device", "0"]])
+        self.assertEqual(driver().calls("access"), [[hex(low), str(3 * BLOCK), "device", "0"]])
         self.drop(made, [address])
 
     def blocks(self):
-        return [int(size) for _, size, *_ in driver.calls("create")]
+        return [int(size) for _, size, *_ in driver().calls("create")]
 
     def test_range_for_much_memory_maps_a_larger_block(self):
         small, a = self.fill(100)
         large, b = self.fill(8 * BLOCK, block=4 * BLOCK)
         self.assertEqual(self.blocks(), [BLOCK, 4 * BLOCK])
-        self.assertEqual([int(size) for _, size, *_ in driver.calls("map")], [BLOCK, *3 * [4 * BLOCK]])
+        self.assertEqual([int(size) for _, size, *_ in driver().calls("map")], [BLOCK, *3 * [4 * BLOCK]])
         other, c = self.fill(100)
         self.assertEqual(self.blocks(), [BLOCK, 4 * BLOCK], "the block that is there serves it, too")
         for made, addresses in ((small, a), (large, b), (other, c)):
             self.drop(made, addresses)
 
     def test_larger_block_than_the_device_has_room_for(self):
-        driver.fail("cuMemCreate", OUT_OF_MEMORY)
+        driver().fail("cuMemCreate", OUT_OF_MEMORY)
         made, addresses = self.fill(3 * BLOCK, block=4 * BLOCK)
-        self.assertEqual({int(size) for _, size, *_ in driver.calls("map")}, {BLOCK})
+        self.assertEqual({int(size) for _, size, *_ in driver().calls("map")}, {BLOCK})
         self.drop(made, addresses)
 
     def test_many_small_allocations_need_few_calls(self):
         made, addresses = self.fill(*[100_000] * 1000)
         low, high = self.module.state(made)[0], addresses[-1] + 100_000
-        self.assertLessEqual(len(driver.calls("map")), (high - low) // BLOCK + 5)
-        self.assertLessEqual(len(driver.calls("access")), (high - low) // (4 * BLOCK) + 4)
+        self.assertLessEqual(len(driver().calls("map")), (high - low) // BLOCK + 5)
+        self.assertLessEqual(len(driver().calls("access")), (high - low) // (4 * BLOCK) + 4)
         self.drop(made, addresses)
-        self.assertEqual(len(driver.calls("unmap")), 1)
+        self.assertEqual(len(driver().calls("unmap")), 1)
 
     def test_mapping_ahead_ends_with_the_range(self):
         made, addresses = self.fill(BLOCK - 2 * MiB, BLOCK - 2 * MiB, BLOCK + MiB, bytes=3 * BLOCK)
         self.assertNotIn(None, addresses)
-        self.assertEqual(len(driver.calls("map")), 3)
+        self.assertEqual(len(driver().calls("map")), 3)
         self.drop(made, addresses)
 
     def test_ranges_of_a_device_share_one_block_until_the_last_goes(self):
         (first, a), (second, b), (other, c) = self.fill(100), self.fill(100), self.fill(100, device=1)
-        self.assertEqual([line[-1] for line in driver.calls("create")], ["0", "1"])
+        self.assertEqual([line[-1] for line in driver().calls("create")], ["0", "1"])
         self.drop(first, a)
-        self.assertEqual(driver.calls("destroy"), [])
+        self.assertEqual(driver().calls("destroy"), [])
         self.drop(second, b)
-        self.assertEqual(driver.calls("destroy"), [[driver.calls("create")[0][0]]])
+        self.assertEqual(driver().calls("destroy"), [[driver().calls("create")[0][0]]])
         self.drop(other, c)
 
     def test_freed_addresses_are_not_handed_out_again(self):
@@ -224,7 +217,7 @@ class TestRanges(DriverCase):
         second, b = self.fill(100)
         self.assertLess(self.module.state(first)[1], self.module.state(second)[0])
         self.assertEqual(self.module.state(first)[0] + BLOCK, self.module.state(second)[0])
-        self.assertEqual(len(driver.calls("reserve")), 1)
+        self.assertEqual(len(driver().calls("reserve")), 1)
         self.drop(first, a)
         self.drop(second, b)
 
@@ -245,11 +238,11 @@ class TestRanges(DriverCase):
     def test_addresses_outlive_the_mapping_until_torch_lets_go(self):
         made, (a, b) = self.fill(100, 100)
         self.module.release(made)
-        self.assertEqual(driver.left(), (1, 0, 0))
+        self.assertEqual(driver().left(), (1, 0, 0))
         self.free(a, 100, 0, None)
-        self.assertEqual(driver.calls("unreserve"), [])
+        self.assertEqual(driver().calls("unreserve"), [])
         self.free(b, 100, 0, None)
-        self.assertEqual(len(driver.calls("unreserve")), 1)
+        self.assertEqual(len(driver().calls("unreserve")), 1)
 
     def test_range_after_a_released_one_gets_other_addresses(self):
         first, a = self.fill(100)
@@ -268,24 +261,19 @@ class TestRanges(DriverCase):
         def allocate():
             result.extend(self.allocate(100))
 
-        self.run_in_thread(allocate)
+        run_in_threads(allocate)
         self.assertEqual(self.allocations(made), [(result[0], 100)])
 
         def allocate_in_the_other():
             self.module.use(other)
-            self.run_in_thread(allocate)  # a third thread: two ranges are in use, and it can't be either's
+            run_in_threads(allocate)  # a third thread: two ranges are in use, and it can't be either's
             self.module.use(None)
 
-        self.run_in_thread(allocate_in_the_other)
+        run_in_threads(allocate_in_the_other)
         self.assertIsNone(result[1])
         self.module.use(None)
         self.module.release(other)
         self.drop(made, result[:1])
-
-    def run_in_thread(self, target):
-        thread = threading.Thread(target=target)
-        thread.start()
-        thread.join()
 
     def test_use_nests(self):
         first, second = self.module.reserve(0, 1 << 40), self.module.reserve(0, 1 << 40)
@@ -303,9 +291,9 @@ class TestRanges(DriverCase):
         for name, skip in (("cuMemMap", 0), ("cuMemMap", 2), ("cuMemSetAccess", 0)):
             made = self.module.reserve(0, 1 << 40)
             self.module.use(made)
-            driver.fail(name, OUT_OF_MEMORY, skip)
+            driver().fail(name, OUT_OF_MEMORY, skip)
             self.assertEqual(self.allocate(size), [None])
-            self.assertEqual(driver.left()[1], 0)
+            self.assertEqual(driver().left()[1], 0)
             self.assertEqual(
                 self.module.state(made)[3],
                 f"CUDA driver error in {name}: out of memory (2), for an allocation of {size} bytes",
@@ -318,44 +306,44 @@ class TestRanges(DriverCase):
 
     def test_failed_reservation_says_which_call_failed(self):
         for name in ("cuMemGetAllocationGranularity", "cuMemCreate"):
-            driver.fail(name, OUT_OF_MEMORY)
+            driver().fail(name, OUT_OF_MEMORY)
             with self.assertRaisesRegex(RuntimeError, rf"CUDA driver error in {name}: out of memory \(2\)"):
                 self.module.reserve(0, 1 << 40)
-        driver.library.stub_reserve_at_most(BLOCK)
+        driver().library.stub_reserve_at_most(BLOCK)
         with self.assertRaisesRegex(RuntimeError, r"CUDA driver error in cuMemAddressReserve: out of memory \(2\)"):
             self.module.reserve(0, 1 << 40)
 
     def test_place_that_the_driver_does_not_give(self):
-        driver.library.stub_refuse_wishes()
+        driver().library.stub_refuse_wishes()
         made, addresses = self.fill(100)
-        self.assertEqual(driver.calls("reserve")[0][1], str(-(-(4 << 40) // BLOCK) * BLOCK))
+        self.assertEqual(driver().calls("reserve")[0][1], str(-(-(4 << 40) // BLOCK) * BLOCK))
         self.drop(made, addresses)
 
     def test_addresses_below_four_gib_are_refused(self):
-        driver.library.stub_reserve_at(ctypes.c_uint64(1 << 30))
+        driver().library.stub_reserve_at(ctypes.c_uint64(1 << 30))
         with self.assertRaisesRegex(RuntimeError, "which gave addresses below 4 GiB"):
             self.module.reserve(0, 1 << 40)
 
     def test_smaller_reservation_is_tried(self):
-        driver.library.stub_reserve_at_most((1 << 38) + BLOCK)
+        driver().library.stub_reserve_at_most((1 << 38) + BLOCK)
         made, addresses = self.fill(100, bytes=1 << 30)
-        size = int(driver.calls("reserve")[0][1])
+        size = int(driver().calls("reserve")[0][1])
         self.assertTrue(1 << 38 <= size <= (1 << 38) + BLOCK, size)
         self.assertEqual(size % BLOCK, 0)
         self.drop(made, addresses)
 
     def test_driver_that_unmaps_one_mapping_a_call(self):
         made, addresses = self.fill(3 * BLOCK - 5 * MiB, 100)
-        driver.library.stub_unmap_one_by_one()
+        driver().library.stub_unmap_one_by_one()
         self.drop(made, addresses)
-        self.assertEqual([int(size) for _, size in driver.calls("unmap")], 3 * [BLOCK])
+        self.assertEqual([int(size) for _, size in driver().calls("unmap")], 3 * [BLOCK])
 
     def test_capture_mode_is_as_before(self):
         mode = ctypes.c_int(1)
-        driver.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        driver().library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         made, addresses = self.fill(100)
         self.drop(made, addresses)
-        driver.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        driver().library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         self.assertEqual(mode.value, 1)
 
     def test_threads_get_disjoint_memory(self):
@@ -365,11 +353,7 @@ class TestRanges(DriverCase):
         def work(index):
             made[index] = self.fill(*sizes)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*[functools.partial(work, i) for i in range(4)])
         spans = []
         for one, addresses in made.values():
             self.assertEqual(self.allocations(one), list(zip(addresses, sizes)))
@@ -416,7 +400,7 @@ class TestRanges(DriverCase):
             (address,) = self.allocate(100)
         del space
         gc.collect()
-        self.assertEqual(driver.left(), (1, 0, 0))
+        self.assertEqual(driver().left(), (1, 0, 0))
         self.free(address, 100, 0, None)
 
 
@@ -431,11 +415,11 @@ class TestExec(DriverCase):
 
     def set(self):
         """{node handle: values of its parameters} of the kernel nodes set since the last look."""
-        return {int(line[2], 16): line[8].split(",") for line in driver.take() if line[0] == "kernel"}
+        return {int(line[2], 16): line[8].split(",") for line in driver().take() if line[0] == "kernel"}
 
     def test_what_the_driver_is_given(self):
         self.assertEqual(self.pair().patch([0x7000, 0x9000]), 2)
-        lines = [line[:-2] for line in driver.take()]
+        lines = [line[:-2] for line in driver().take()]
         first = ",".join([word(0x7010).hex(), word(0x9000).hex(), "05000000"])
         shape = ["1,2,3", "4,5,6", "7", "0x77", "0x88"]
         self.assertEqual(
@@ -468,7 +452,7 @@ class TestExec(DriverCase):
         node = kernel(0, word(1), bytes(128))
         node = KernelNode(**{**vars(node), "parameters": ((0, word(1)), (64, bytes(128)))})
         self.make([node], [PointerSlot(0, 1, 0, 0, 0)], 1).patch([0x7000])
-        (line,) = driver.calls("kernel")
+        (line,) = driver().calls("kernel")
         block, arguments = int(line[-2], 16), int(line[-1], 16)
         self.assertEqual(block % 64, 0)
         self.assertTrue(arguments)
@@ -483,7 +467,7 @@ class TestExec(DriverCase):
     def test_after_an_error_every_node_is_set(self):
         exec = self.pair()
         exec.patch([0x7000, 0x9000])
-        driver.fail("cuGraphExecKernelNodeSetParams", INVALID, skip=1)
+        driver().fail("cuGraphExecKernelNodeSetParams", INVALID, skip=1)
         message = r"CUDA driver error in cuGraphExecKernelNodeSetParams: invalid argument \(1\), at node 1 \(kernel_1\)"
         with self.assertRaisesRegex(RuntimeError, message):
             exec.patch([0x7000, 0x9100])
@@ -519,7 +503,7 @@ class TestExec(DriverCase):
         with self.assertRaisesRegex(TypeError, "wants a list of 2 inputs or more"):
             exec.patch([0x7777])
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
-        self.assertEqual(driver.calls(), [])
+        self.assertEqual(driver().calls(), [])
 
     def test_tensors_are_bases(self):
         x, p = torch.zeros(8), torch.nn.Parameter(torch.zeros(3))
@@ -538,9 +522,9 @@ class TestExec(DriverCase):
             exec.patch([0x7000 + i, 0x9000 + i])
             gc.collect()
             junk = [bytearray(200) for _ in range(1000)]
-            seen |= {tuple(line[-2:]) for line in driver.calls("kernel")}
+            seen |= {tuple(line[-2:]) for line in driver().calls("kernel")}
             del junk
-            driver.take()
+            driver().take()
         self.assertEqual(len(seen), 2)
 
     def test_fill_and_copy_nodes(self):
@@ -550,10 +534,10 @@ class TestExec(DriverCase):
             [fill, copy], [PointerSlot(0, 0, 0, 0, 8), PointerSlot(1, 0, 0, 1, 0), PointerSlot(1, 1, 0, 0, 16)], 2
         )
         self.assertEqual(exec.patch([0x7000, 0x9000]), 2)
-        ((_, handle, params, context),) = driver.calls("fill")
+        ((_, handle, params, context),) = driver().calls("fill")
         self.assertEqual((handle, context), ("0x51", "0xc0ffee"))
         self.assertEqual(struct.unpack("<QQIIQQ", bytes.fromhex(params)), (0x7008, 0, 9, 4, 100, 1))
-        ((_, handle, params, context),) = driver.calls("copy")
+        ((_, handle, params, context),) = driver().calls("copy")
         fields = struct.unpack("<25Q", bytes.fromhex(params))
         self.assertEqual((handle, context), ("0x52", "0xc0ffee"))
         self.assertEqual(
@@ -561,7 +545,7 @@ class TestExec(DriverCase):
             {4: 2, 6: 0x7010, 9: 64, 10: 1, 15: 2, 17: 0x9000, 20: 64, 21: 1, 22: 64, 23: 1, 24: 1},
         )
         for name, node in (("Memset", r"node 0 \(memset\)"), ("Memcpy", r"node 1 \(memcpy\)")):
-            driver.fail(f"cuGraphExec{name}NodeSetParams", INVALID)
+            driver().fail(f"cuGraphExec{name}NodeSetParams", INVALID)
             with self.assertRaisesRegex(
                 RuntimeError, rf"cuGraphExec{name}NodeSetParams: invalid argument \(1\), at {node}"
             ):
@@ -584,11 +568,11 @@ class TestExec(DriverCase):
         """The driver reads through the thread's context unasked, and dies where there is none."""
         exec = self.pair()
         exec.patch([1, 2])
-        driver.take()
-        driver.library.forget_context()
+        driver().take()
+        driver().library.forget_context()
         self.assertEqual(exec.patch([3, 2]), 1)
         exec.patch([4, 2])
-        self.assertEqual([line[0] for line in driver.take()], ["context", "kernel", "kernel"])
+        self.assertEqual([line[0] for line in driver().take()], ["context", "kernel", "kernel"])
 
     def test_list_that_changes_while_it_is_read(self):
         class Sly(At):
@@ -613,7 +597,7 @@ class TestExec(DriverCase):
         self.assertEqual(counts(), before)
 
     def test_memory_is_freed(self):
-        driver.library.stub_quiet()
+        driver().library.stub_quiet()
         pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
         big, sizes = bytes(1 << 20), []
         for _ in range(60):
@@ -630,7 +614,7 @@ class TestExec(DriverCase):
     def test_executable_holds_what_the_bases_say(self, data):
         """Random templates, moves and driver errors: after a call that succeeds, each node that was ever
         set holds base + delta in its pointer slots and its own bytes elsewhere."""
-        driver.library.stub_reset()
+        driver().library.stub_reset()
         draw = data.draw
         regions = draw(st.integers(1, 4))
         nodes = [
@@ -660,17 +644,17 @@ class TestExec(DriverCase):
         for _ in range(draw(st.integers(1, 6))):
             fails = draw(st.booleans()) and bool(taken)
             if fails:
-                driver.fail("cuGraphExecKernelNodeSetParams", INVALID, skip=draw(st.integers(0, 3)))
+                driver().fail("cuGraphExecKernelNodeSetParams", INVALID, skip=draw(st.integers(0, 3)))
             try:
                 count = exec.patch(bases)
-                lines = driver.calls("kernel")
+                lines = driver().calls("kernel")
                 self.assertEqual(count, len(lines))
                 succeeded = True
             except RuntimeError:
                 succeeded = False
-            driver.fail("", 0)
+            driver().fail("", 0)
             held.update(
-                {int(line[2], 16) - 0x1000: line[8].split(",") for line in driver.take() if line[0] == "kernel"}
+                {int(line[2], 16) - 0x1000: line[8].split(",") for line in driver().take() if line[0] == "kernel"}
             )
             if succeeded:
                 self.assertEqual(set(held), taken)
@@ -730,20 +714,11 @@ class TestArguments(TestCase):
         for order in ((0, 2), (-1, 0)):
             self.check(ValueError, "the order has a number that", self.call, allocations=vectors, order=order)
 
-    @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+    @c_module.needs_failing_allocations
     def test_host_without_memory(self):
-        import _testcapi
-
         vector = ((4,), (1,), torch.uint8)
         make = self.maker(allocations=(vector,), order=(0,), numbers=(((0, 0),), (1,), ((0, 0, 1),), ()))
-        for allocation in range(1, 40):
-            _testcapi.set_nomemory(allocation, allocation + 1)
-            try:
-                make()
-            except MemoryError:
-                pass
-            finally:
-                _testcapi.remove_mem_hooks()
+        c_module.fail_each_allocation(make)
 
     def test_numbers(self):
         def run(inputs=(), constants=(), steps=(), results=()):

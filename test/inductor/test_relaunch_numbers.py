@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase, run_in_threads
 from stand_ins.relaunch_device import Kernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage
@@ -296,15 +296,9 @@ class TestNumbersInTheKey(NumbersTestCase):
         self.assertEqual((list(fn.keys.kept), self.counted("captures")), ([2], 2))
 
     def test_other_threads_kernels_are_not_noted(self):
-        import threading
-
         def aside(x, n):
             if self.device.thread.__dict__.get("recording") is not None:
-                thread = threading.Thread(
-                    target=lambda: kernel_of().run(x, torch.zeros(4, dtype=torch.float64), 3, stream=0)
-                )
-                thread.start()
-                thread.join()
+                run_in_threads(lambda: kernel_of().run(x, torch.zeros(4, dtype=torch.float64), 3, stream=0))
 
         fn = self.runner(
             self.source("aside(x, n)\n    scale.run(x, out, n, stream=0)"), numbers=[1], scale=self.scale(), aside=aside
@@ -452,21 +446,19 @@ class TestCompiledCode(RelaunchTestCase):
                 made = compile_only(fn, x, *numbers, mode="reduce-overhead", dynamic=True, **options)
         return [graph["relaunch"] for graph in made.cudagraphs]
 
-    def test_number_that_kernels_compute_with(self):
-        (code,) = self.codes(lambda x, n: x * n + 1, 7)
-        self.assertEqual(code.numbers, {-1})
-
-    def test_number_that_is_a_size_too(self):
-        (code,) = self.codes(lambda x, n: x.new_ones(n, 4) * n, 7)
-        self.assertEqual(code.numbers, set())
+    def test_numbers_that_no_shape_depends_on(self):
+        for hazard, fn, numbers, free in (
+            ("kernels compute with it", lambda x, n: x * n + 1, (7,), {-1}),
+            ("it is a size, too", lambda x, n: x.new_ones(n, 4) * n, (7,), set()),
+            ("size of an input", lambda x: x * x.shape[0], (), set()),
+        ):
+            with self.subTest(hazard):
+                (code,) = self.codes(fn, *numbers)
+                self.assertEqual(code.numbers, free)
 
     def test_number_that_is_an_offset(self):
         (code,) = self.codes(lambda x, n: x.index_add(0, x.new_ones(1).long() * n, x[n : n + 1]), 2)
         self.assertEqual(len(code.numbers), 1)
-
-    def test_size_of_an_input_is_none(self):
-        (code,) = self.codes(lambda x: x * x.shape[0])
-        self.assertEqual(code.numbers, set())
 
     def test_without_partitions_positions_are_those_of_the_graph(self):
         with torch._inductor.config.patch(graph_partition=False):

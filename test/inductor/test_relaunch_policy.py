@@ -5,11 +5,11 @@ All of this runs twice: beside the seams, and by `TestAlone` in a process that h
 
 import contextvars
 import copy
+import functools
 import gc
 import importlib
 import io
 import pickle
-import threading
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 from generated_text import normalised
-from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase
+from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase, run_in_threads
 from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
 from torch_overlay._inductor.relaunch import causes, coverage, policy, runners
@@ -173,12 +173,7 @@ class TestOnTheHost(RelaunchTestCase):
             except Exception as error:
                 failed.append(repr(error))
 
-        run = [(contextvars.copy_context().run, (work, factor)) for factor in (2.0, 3.0, 4.0)]
-        threads = [threading.Thread(target=target, args=args) for target, args in run]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*[functools.partial(contextvars.copy_context().run, work, n) for n in (2.0, 3.0, 4.0)])
         self.assertEqual(failed, [])
         self.assertEqual((len(self.made), self.counted("captures")), (3, 3))
 

@@ -27,9 +27,7 @@ class TestPrepare(TestCase):
         self.addCleanup(device.prepare.cache_clear)
 
     def fake(self, owner, name, **how):
-        faked = mock.patch.object(owner, name, **how)
-        self.addCleanup(faked.stop)
-        return faked.start()
+        return self.enterContext(mock.patch.object(owner, name, **how))
 
     def fakes(self, **how):
         """Nothing is loaded; a call of each is noted."""

@@ -16,14 +16,12 @@ from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
-from stand_ins.relaunch_device import fake_device
+from stand_ins.relaunch_case import region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
-from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.notes import CompiledNotes, Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Unprovable
-from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -154,16 +152,10 @@ class TestOfInductor(RefusalTestCase):
         self.assertEqual(self.refused(), [])
 
 
-class TestOfCalls(RefusalTestCase):
-    def setUp(self):
-        super().setUp()
-        self.device = self.enterContext(fake_device())
-
+class TestOfCalls(RelaunchTestCase):
     def runner(self, line, bound=64):
-        scope = {"torch": torch, "empty_strided_cuda": self.device.empty}
-        exec(f"def region(args):\n    x, n = args\n    args.clear()\n    return ({line},)", scope)
         with config.patch(cudagraph_templates=bound):
-            return Runner(scope["region"], CodeFacts("a region", 0), self.device)
+            return super().runner(region("x, n", f"return ({line},)"))
 
     def test_no_call_is_the_second_one(self):
         """Nothing is wrong: such calls get no graph, and keep no more states than others."""

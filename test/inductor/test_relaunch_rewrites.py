@@ -28,9 +28,7 @@ class TestGraphs(TestCase):
 
     def setUp(self):
         super().setUp()
-        patched = mock.patch.object(registry, "_has_streams", False)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.enterContext(mock.patch.object(registry, "_has_streams", False))
 
     def run_function(self, fn, *inputs, **options):
         torch._dynamo.reset()
@@ -300,9 +298,7 @@ class TestResidents(TestCase):
         self.patch("_copied", lambda tensor, device: tensor.clone())
 
     def patch(self, name, by):
-        patched = mock.patch.object(resident, name, by)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.enterContext(mock.patch.object(resident, name, by))
 
     def given(self, *tensors):
         """What the compiled code gets for these inputs."""

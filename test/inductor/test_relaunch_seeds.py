@@ -4,12 +4,14 @@ The operator here is one of the host's that raises where the real one would read
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import torch
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
+from stand_ins import relaunch_case
 from stand_ins.relaunch_case import region, RelaunchTestCase
 from stand_ins.relaunch_device import is_region
 from torch_overlay import config
@@ -21,10 +23,7 @@ NAMES = ["x", "philox_seed", "philox_offset", "dropout_p", "out"]
 REGION = region("x, seed, other, offset, n", "buf0 = new(4)", "attention(x, seed, offset, 0.5, buf0)", "return (buf0,)")
 
 
-def host(value: int) -> torch.Tensor:
-    made = torch.tensor(value)
-    made.on_host = True  # type: ignore[attr-defined]
-    return made
+host = functools.partial(relaunch_case.host, dtype=torch.int64)
 
 
 class TestSeedsOfARegion(RelaunchTestCase):
@@ -34,9 +33,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.device.device = torch.device("cpu")
         patches = {"on_device": is_region, "is_capturing": self.is_capturing}
         for name, value in (patches | {"to_host": self.copy_to_host, "to_device": self.copy_to_device}).items():
-            patch = mock.patch.object(attention_seeds, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+            self.enterContext(mock.patch.object(attention_seeds, name, value))
 
     def is_capturing(self):
         return self.device.captured_by_user or getattr(self.device.thread, "recording", None) is not None
@@ -55,41 +52,37 @@ class TestSeedsOfARegion(RelaunchTestCase):
                 raise RuntimeError("a wild address")
         torch.add(x * philox_seed, philox_offset, out=out)
 
-    def region(self, **kwargs):
-        return self.runner(REGION, attention=attention_seeds.with_seeds(self.attention, NAMES), **kwargs)
+    def region(self, *places, **kwargs):
+        """A region that was called with seeds at these places."""
+        run = self.runner(REGION, attention=attention_seeds.with_seeds(self.attention, NAMES), **kwargs)
+        self.call(run, *places)
+        return run
 
-    def call(self, run, place, n=5, other=7):
-        x, seed, offset = torch.randn(4), torch.randint(1 << 20, ()), torch.randint(1 << 20, ())
-        given = [place(int(seed)), place(int(offset))]
-        (out,) = run([x, given[0], host(other), given[1], n])
-        self.assertEqual(out, x * seed + offset)
+    def call(self, run, *places, n=5, other=7):
+        for place in places:
+            x, seed, offset = torch.randn(4), torch.randint(1 << 20, ()), torch.randint(1 << 20, ())
+            given = [place(int(seed)), place(int(offset))]
+            (out,) = run([x, given[0], host(other), given[1], n])
+            self.assertEqual(out, x * seed + offset)
 
     def test_forward_becomes_a_graph_before_its_backward_does(self):
-        run = self.region()
-        for place in (host, torch.tensor, torch.tensor, torch.tensor):
-            self.call(run, place)
+        run = self.region(host, torch.tensor, torch.tensor, torch.tensor)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual((self.to_host, self.to_device), (0, 0), "seeds that are where they belong are not copied")
         self.assertEqual(list(run.states), [(5, (torch.int64, 7))], "what is no seed is a part of the key")
 
     def test_first_backward_after_a_forward_that_was_launched(self):
-        run = self.region()
-        for _ in range(4):
-            self.call(run, torch.tensor)
+        self.region(*4 * [torch.tensor])
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual((self.to_host, self.to_device), (2, 0))
 
     def test_forward_that_never_gets_a_graph(self):
-        run = self.region()
-        for _ in range(5):
-            self.call(run, host)
+        self.region(*5 * [host])
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
         self.assertEqual(self.to_device, 8)
 
     def test_forward_that_runs_as_compiled_now_and_then(self):
-        run = self.region()
-        for place in (host, torch.tensor, torch.tensor, host, torch.tensor, host):
-            self.call(run, place)
+        self.region(host, torch.tensor, torch.tensor, host, torch.tensor, host)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 5))
 
     def test_seeds_that_are_found_late(self):
@@ -116,8 +109,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             return attention(*args)
 
         run.region.model.__globals__["attention"] = attention_seeds.with_seeds(late, NAMES)
-        for place in (host, torch.tensor, torch.tensor, host):
-            self.call(run, place)
+        self.call(run, host, torch.tensor, torch.tensor, host)
         self.assertEqual(len(run.states), 1)
         self.assertEqual(self.counted("captures"), 1)
 
@@ -127,14 +119,13 @@ class TestSeedsOfARegion(RelaunchTestCase):
     def test_refused_backward_runs_with_seeds_of_a_graph(self):
         run = self.region()
         self.device.kept = [512]
-        for place in (host, torch.tensor, host, torch.tensor):
-            self.call(run, place)
+        self.call(run, host, torch.tensor, host, torch.tensor)
         self.assertEqual([r.code for r in causes.refused()], ["kept"])
 
     def test_other_keys_have_other_graphs(self):
         run = self.region()
         for n, other in ((5, 7), (5, 8), (6, 7), (5, 7), (5, 8), (6, 7), (5, 7)):
-            self.call(run, torch.tensor, n, other)
+            self.call(run, torch.tensor, n=n, other=other)
         self.assertEqual(list(run.states), [(5, (torch.int64, 7)), (5, (torch.int64, 8)), (6, (torch.int64, 7))])
         self.assertEqual(self.counted("captures"), 3)
 
@@ -149,9 +140,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.assertEqual(self.to_device, 4, "a launch that looks at no key would leave them on the host")
 
     def test_capture_of_the_callers_copies_nothing(self):
-        run = self.region()
-        for place in (host, torch.tensor, torch.tensor):
-            self.call(run, place)
+        run = self.region(host, torch.tensor, torch.tensor)
         self.device.captured_by_user = True
         self.call(run, torch.tensor)
         with self.assertRaisesRegex(RuntimeError, "a wild address"):  # as without graphs of ours
@@ -159,18 +148,13 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.assertEqual((self.to_host, self.to_device), (0, 0))
 
     def test_after_a_reset(self):
-        run = self.region()
-        for place in (host, torch.tensor, torch.tensor):
-            self.call(run, place)
+        run = self.region(host, torch.tensor, torch.tensor)
         run.forget()
-        for place in (host, torch.tensor, torch.tensor):
-            self.call(run, place)
+        self.call(run, host, torch.tensor, torch.tensor)
         self.assertEqual(self.counted("captures"), 2)
 
     def test_verified(self):
-        run = self.region(verify=True)
-        for place in (host, torch.tensor, torch.tensor, host):
-            self.call(run, place)
+        self.region(host, torch.tensor, torch.tensor, host, verify=True)
         self.assertEqual(self.counted("relaunches"), 3)
 
     def test_forward_that_is_verified(self):

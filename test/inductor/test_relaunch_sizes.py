@@ -1,14 +1,14 @@
 """Tests of regions with several sizes: each size that is captured has executables of its own."""
 
 import dataclasses
+import functools
 import gc
-import threading
 from unittest import mock
 
 import torch
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import region, RelaunchTestCase, run_in_threads
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import governor, region_graphs
 from torch_overlay._inductor.relaunch.governor import Governor
@@ -47,9 +47,11 @@ def expected(x, w, n):
 
 
 class TestSizes(RelaunchTestCase):
-    def sized(self, **options):
+    def sized(self, *sizes, **options):
+        """A runner of SIZED, called with these sizes."""
         run = self.runner(SIZED, **options)
         self.w = torch.randn(4, 4)
+        self.call(run, *sizes)
         return run
 
     def backward(self, *sizes):
@@ -61,11 +63,12 @@ class TestSizes(RelaunchTestCase):
             self.assertEqual(list(made), want)
         return run
 
-    def call(self, run, n):
-        x = torch.randn(n, 4)
-        got = run([x, self.w, n])
-        for have, want in zip(got, expected(x, self.w, n), strict=True):
-            self.assertEqual(have, want, f"size {n}")
+    def call(self, run, *sizes):
+        for n in sizes:
+            x = torch.randn(n, 4)
+            got = run([x, self.w, n])
+            for have, want in zip(got, expected(x, self.w, n), strict=True):
+                self.assertEqual(have, want, f"size {n}")
 
     def check_graphs(self, run, sizes, stages=1, captured=0):
         """Each of these sizes has a graph of its own, and so many were captured, if not each only once."""
@@ -75,34 +78,26 @@ class TestSizes(RelaunchTestCase):
         self.assertEqual(len(self.device.executables), captured * stages)
 
     def test_each_size_has_an_executable_of_its_own(self):
-        run = self.sized()
-        for n in (3, 3, 3, *range(4, 12), *range(11, 3, -1), 5, 9, 3, 3, 7, 7, 3):
-            self.call(run, n)
+        run = self.sized(3, 3, 3, *range(4, 12), *range(11, 3, -1), 5, 9, 3, 3, 7, 7, 3)
         self.check_graphs(run, range(3, 12))
 
     def test_graphs_are_kept_and_captured_up_to_the_bound(self):
         with config.patch(cudagraph_templates=2):
             run = self.sized()
         for n in range(3, 11):
-            self.call(run, n)
-            self.call(run, n)
+            self.call(run, n, n)
         self.assertEqual(len(run.graphs()), 2)
         self.check_graphs(run, (9, 10), captured=8)
-        for n in (3, 3, 9, 11):
-            self.call(run, n)
+        self.call(run, 3, 3, 9, 11)
         self.check_graphs(run, (9, 10), captured=8)
         self.assertEqual(run.outside["templates"], 3)
 
     def test_a_new_size_is_not_observed(self):
-        run = self.sized()
-        for n in (3, 3, 4):
-            self.call(run, n)
+        run = self.sized(3, 3, 4)
         self.assertEqual(run.states[(4,)].plan, dataclasses.replace(run.states[(3,)].plan, asked={}))
 
     def test_forgotten_during_a_capture(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5):
-            self.call(run, n)
+        run = self.sized(3, 3, 4, 4, 5)
         make = region_graphs.make_or_blame
 
         def made(work):
@@ -115,47 +110,33 @@ class TestSizes(RelaunchTestCase):
         self.assertEqual(run.states.captures, 0)
 
     def test_further_size_waits_until_the_region_can_afford_its_capture(self):
-        run = self.sized()
-        for n in (3, 3):
-            self.call(run, n)
+        run = self.sized(3, 3)
         self.enterContext(mock.patch.object(Governor, "affords_capture", AFFORDS_CAPTURE))
         self.enterContext(mock.patch.object(governor, "FEW", 1))
         for without, capture, waits in ((-1e9, 0.0, 3), (1e9, 1e9, 6), (1e9, 1e-9, 6)):
             run.region.governor.capture, run.region.governor.without = capture, without
-            for _ in range(4 if without < 0 else 3):
-                self.call(run, 7)
+            self.call(run, *[7] * (4 if without < 0 else 3))
             self.assertEqual(run.outside["size-waits"], waits)
         self.assertEqual((self.counted("captures"), run.states[(7,)].waited > 0), (2, True))
         self.assertEqual(run.outside["warm-up"], 3, "what a capture has to know is noted just before it")
-        for n in (7, 3):
-            self.call(run, n)
+        self.call(run, 7, 3)
         self.assertEqual((run.outside["size-waits"], self.counted("relaunches")), (6, 5))
-        run = self.sized(verify=True)
-        for n in (3, 3, 7, 7):
-            self.call(run, n)
+        run = self.sized(3, 3, 7, 7, verify=True)
         self.assertEqual(run.outside, {"warm-up": 2}, "each launch is to be verified")
 
     def test_few_sizes_are_captured_at_once_and_more_are_not(self):
         self.enterContext(mock.patch.object(Governor, "affords_capture", AFFORDS_CAPTURE))
         self.enterContext(mock.patch.object(governor, "FEW", 2))
-        run = self.sized()
-        for n in (3, 3, 7, 7, 9, 9, 9):
-            self.call(run, n)
+        run = self.sized(3, 3, 7, 7, 9, 9, 9)
         self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 3, "size-waits": 2}))
-        run = self.sized()
-        for n in (3, 7, 9, 3, 7, 9):
-            self.call(run, n)
+        run = self.sized(3, 7, 9, 3, 7, 9)
         self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 3, "size-waits": 3}))
 
     def test_verified(self):
-        run = self.sized(verify=True)
-        for n in (3, 3, 4, 4, 5, 5, 3, 4, 5):
-            self.call(run, n)
+        self.sized(3, 3, 4, 4, 5, 5, 3, 4, 5, verify=True)
 
     def test_misaligned_inputs_of_one_of_the_sizes(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5):
-            self.call(run, n)
+        run = self.sized(3, 3, 4, 4, 5, 5)
         for n in (4, 5, 4, 4):
             x = torch.randn(4 * n + 1)[1:].view(n, 4)
             got = run([x, self.w, n])
@@ -176,16 +157,13 @@ class TestSizes(RelaunchTestCase):
         for verify in (False, True):
             run = self.sized(verify=verify)
             for n in range(3, 9):
-                self.call(run, n)
-                self.call(run, n)
+                self.call(run, n, n)
             kept = [state.relaunch.stages[0].template for state in run.states.values()]
             self.assertEqual([(bool(t.nodes), bool(t.slots)) for t in kept], [(verify, verify)] * 6)
             self.assertEqual([graph.nodes for graph in run.graphs()], [3] * 6)
 
     def test_threads_with_other_sizes(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5, 6, 6):
-            self.call(run, n)
+        run = self.sized(3, 3, 4, 4, 5, 5, 6, 6)
         errors = []
 
         def work(n):
@@ -195,28 +173,18 @@ class TestSizes(RelaunchTestCase):
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in (3, 4, 5, 6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*[functools.partial(work, n) for n in (3, 4, 5, 6)])
         self.assertEqual(errors, [])
 
     def test_forgotten(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5):
-            self.call(run, n)
+        run = self.sized(3, 3, 4, 4, 5, 5)
         run.forget()
         gc.collect()
         self.assertEqual(run.graphs(), [])
-        for n in (3, 3, 4, 4, 5, 5):
-            self.call(run, n)
+        self.call(run, 3, 3, 4, 4, 5, 5)
 
     def test_a_size_that_is_dropped_leaves_nothing_behind(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5):
-            self.call(run, n)
+        run = self.sized(3, 3, 4, 4, 5, 5)
         del run.states[(5,)]
         gc.collect()
-        for n in (4, 6, 6, 4, 6):
-            self.call(run, n)
+        self.call(run, 4, 6, 6, 4, 6)

@@ -1,6 +1,7 @@
 """Tests of generated code that C runs as steps: `relaunch.steps`. Compiled for the CPU, the code calls all its kernels;
 kernels that C launches are those of a driver that records them."""
 
+import copy
 import ctypes
 import itertools
 import os
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import form  # noqa: F401
 from stand_ins import relaunch_driver
+from stand_ins.relaunch_case import define, run_in_threads
 from stand_ins.relaunch_driver import function, word
 from torch_overlay._inductor.relaunch import steps
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
@@ -35,9 +37,7 @@ class StepsTestCase(TestCase):
     def setUp(self):
         super().setUp()
         relaunch_driver.driver().library.stub_reset()
-        patched = mock.patch.object(executable, "implementation", relaunch_driver.module)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.enterContext(mock.patch.object(executable, "implementation", relaunch_driver.module))
         self.steps = []
 
     def compiled(self, fn, **options):
@@ -54,20 +54,19 @@ class StepsTestCase(TestCase):
             self.assertEqual(inputs, [])
             return result
 
-        patched = mock.patch.object(CompiledFxGraph, "__call__", call)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.enterContext(mock.patch.object(CompiledFxGraph, "__call__", call))
         torch._dynamo.reset()
         return torch.compile(fn, dynamic=True, **options)
 
-    def check(self, fn, *calls, **options):
+    def check(self, fn, *calls, step=lambda compiled, *args: compiled(*args)):
         """Compare calls with those of the code as it is, bit by bit. Return the numbers of runs as steps."""
         torch._dynamo.reset()
-        plain = torch.compile(fn, dynamic=True, **options)
-        expected = [plain(*args) for args in calls]
-        compiled = self.compiled(fn, **options)
-        for args, wanted in zip(calls, expected):
-            self.assertEqual(compiled(*args), wanted, rtol=0, atol=0)
+        found = []
+        for make in (lambda: torch.compile(fn, dynamic=True), lambda: self.compiled(fn)):
+            compiled, given = make(), copy.deepcopy(calls)
+            torch.manual_seed(3)
+            found.append([(step(compiled, *args), args) for args in given])
+        self.assertEqual(found[1], found[0], rtol=0, atol=0)
         return [each.runs for each in self.steps]
 
 
@@ -101,14 +100,8 @@ class TestSteps(StepsTestCase):
             compiled(tokens).square().sum().backward()
             return [p.grad.clone() for p in block.parameters()]
 
-        calls = [torch.randint(50, (2, n)) for n in (4, 9, 7, 33, 9)]
-        torch._dynamo.reset()
-        plain = torch.compile(block, dynamic=True)
-        expected = [step(plain, tokens) for tokens in calls]
-        compiled = self.compiled(block)
-        for tokens, wanted in zip(calls, expected):
-            self.assertEqual(step(compiled, tokens), wanted, rtol=0, atol=0)
-        self.assertEqual([each.runs for each in self.steps], [2, 2])
+        calls = [(torch.randint(50, (2, n)),) for n in (4, 9, 7, 33, 9)]
+        self.assertEqual(self.check(block, *calls, step=step), [2, 2])
 
     def test_operators_lists_and_results_that_are_inputs(self):
         def fn(x, y):
@@ -123,31 +116,14 @@ class TestSteps(StepsTestCase):
             x.add_(y)
             return x @ y.t()
 
-        def calls():
-            torch.manual_seed(1)
-            return [(torch.randn(n, 6), torch.randn(n, 6)) for n in (3, 5, 4, 7)]
-
-        plain, ours = calls(), calls()
-        torch._dynamo.reset()
-        expected = [torch.compile(fn, dynamic=True)(*args) for args in plain]
-        compiled = self.compiled(fn)
-        self.assertEqual([compiled(*args) for args in ours], expected, rtol=0, atol=0)
-        self.assertEqual(ours, plain, rtol=0, atol=0)
-        self.assertEqual([each.runs for each in self.steps], [1])
+        calls = [(torch.randn(n, 6), torch.randn(n, 6)) for n in (3, 5, 4, 7)]
+        self.assertEqual(self.check(fn, *calls), [1])
 
     def test_random_numbers_are_those_of_the_code(self):
         def fn(x):
             return F.dropout(x, 0.5) @ x.t()
 
-        calls = [torch.randn(n, 8) for n in (3, 5, 9, 4)]
-        torch._dynamo.reset()
-        plain = torch.compile(fn, dynamic=True)
-        torch.manual_seed(3)
-        expected = [plain(x) for x in calls]
-        compiled = self.compiled(fn)
-        torch.manual_seed(3)
-        self.assertEqual([compiled(x) for x in calls], expected, rtol=0, atol=0)
-        self.assertEqual([each.runs for each in self.steps], [1])
+        self.assertEqual(self.check(fn, *[(torch.randn(n, 8),) for n in (3, 5, 9, 4)]), [1])
 
     def test_number_that_was_the_same_is_a_condition(self):
         def fn(x, n):
@@ -164,9 +140,7 @@ class TestSteps(StepsTestCase):
             return x.clone()
 
         with torch.library._scoped_library("overlay_steps", "FRAGMENT") as library:
-            library.define("seen(Tensor x) -> Tensor")
-            library.impl("seen", seen, "CPU")
-            library.impl("seen", torch.empty_like, "Meta")
+            define(library, "seen(Tensor x) -> Tensor", seen)
 
             def fn(x, y):
                 first = torch.ops.overlay_steps.seen((x @ x).sum(0))
@@ -194,12 +168,9 @@ class TestSteps(StepsTestCase):
             return x.clone()
 
         with torch.library._scoped_library("overlay_steps", "FRAGMENT") as library:
-            library.define("pair(Tensor x) -> (Tensor, Tensor)")
-            library.impl("pair", pair, "CPU")
-            library.impl("pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), "Meta")
-            library.define("seen(Tensor x) -> Tensor")
-            library.impl("seen", seen, "CPU")
-            library.impl("seen", torch.empty_like, "Meta")
+            pair_like = lambda x: (torch.empty_like(x), torch.empty_like(x))  # noqa: E731
+            define(library, "pair(Tensor x) -> (Tensor, Tensor)", pair, pair_like)
+            define(library, "seen(Tensor x) -> Tensor", seen)
             compiled = self.compiled(lambda x: torch.ops.overlay_steps.seen(torch.ops.overlay_steps.pair(x)[0]))
             for n in (3, 4, 5, 6):
                 compiled(torch.randn(n))
@@ -212,9 +183,7 @@ class TestSteps(StepsTestCase):
             return x.clone()
 
         with torch.library._scoped_library("overlay_steps", "FRAGMENT") as library:
-            library.define("checked(Tensor x) -> Tensor")
-            library.impl("checked", checked, "CPU")
-            library.impl("checked", torch.empty_like, "Meta")
+            define(library, "checked(Tensor x) -> Tensor", checked)
             compiled = self.compiled(lambda x: torch.ops.overlay_steps.checked(x * 2) + 1)
             for n in (3, 4, 5):
                 compiled(torch.randn(n))
@@ -236,11 +205,7 @@ class TestSteps(StepsTestCase):
                 if not torch.equal(compiled(x), torch.compile(lambda x: (x @ x.t()).softmax(-1) @ x)(x)):
                     wrong.append(x.shape)
 
-        threads = [threading.Thread(target=serve) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(*4 * [serve])
         self.assertEqual(wrong, [])
 
 
@@ -254,9 +219,10 @@ class TestWrittenCode(StepsTestCase):
         return Steps(scope["call"], DEVICE)
 
     def check(self, code, calls, expected):
-        for n in calls:
+        """Call code with these sizes, or with these numbers, of which the first is the size."""
+        for n, *more in (call if isinstance(call, tuple) else (call,) for call in calls):
             x = torch.randn(n)
-            self.assertEqual(code.run([x, n])[0], expected(x, n), rtol=0, atol=0)
+            self.assertEqual(code.run([x, n, *more])[0], expected(x, n, *more), rtol=0, atol=0)
 
     def test_steps_are_for_the_outcomes_of_comparisons_that_were_shown(self):
         code = self.code("return (aten.mul(x, 2.0) if n > 5 else aten.add(x, n),)")
@@ -288,16 +254,12 @@ class TestWrittenCode(StepsTestCase):
 
     def test_float_that_was_the_same(self):
         code = self.code("return (aten.mul(x, f),)", names="x, n, f")
-        for n, f in ((3, 0.5), (4, 0.5), (5, 0.25), (6, 0.75)):
-            x = torch.randn(n)
-            self.assertEqual(code.run([x, n, f])[0], x * f)
+        self.check(code, ((3, 0.5), (4, 0.5), (5, 0.25), (6, 0.75)), lambda x, n, f: x * f)
         self.assertEqual(code.runs, 1)
 
     def test_number_that_can_not_be_followed_is_a_plain_one(self):
         code = self.code("return (aten.mul(x, f ** 2),)", names="x, n, f")
-        for n, f in ((3, 0.5), (4, 1.5), (5, 0.25)):
-            x = torch.randn(n)
-            self.assertEqual(code.run([x, n, f])[0], x * f**2)
+        self.check(code, ((3, 0.5), (4, 1.5), (5, 0.25)), lambda x, n, f: x * f**2)
         self.assertIn("two calls take different steps", code.why_not)
 
     def test_tensor_that_no_step_made(self):
@@ -475,7 +437,3 @@ class TestKernels(StepsTestCase):
         relaunch_driver.driver().fail("cuLaunchKernelEx", 700)
         with self.assertRaisesRegex(RuntimeError, "cuLaunchKernelEx.*triton_poi"):
             in_c.run([300, torch.zeros(4)])
-
-
-if __name__ == "__main__":
-    torch._dynamo.test_case.run_tests()

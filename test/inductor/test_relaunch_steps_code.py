@@ -21,7 +21,6 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form
 from stand_ins import relaunch_driver
 from stand_ins.relaunch_case import RelaunchTestCase
-from stand_ins.relaunch_device import SizedKernel
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.launch import executable
 from torch_overlay._inductor.relaunch.steps import Steps
@@ -32,13 +31,12 @@ LETTERS = {"i32": "l", "i64": "l", "fp64": "d"}  # the fake device has words of 
 CONFIG = {"XBLOCK": 8, "YBLOCK": 4, "ZBLOCK": 2, "R0_BLOCK": 16, "R1_BLOCK": 4, "RSPLIT": 2, "RSPLIT_SIZE": 64}
 
 
-class NotedKernel(SizedKernel):
+class NotedKernel:
     """A kernel of a generated module, which notes what it is launched with."""
 
-    def __init__(self, device: Any, log: list[Any], name: str, meta: dict[str, Any]) -> None:
+    def __init__(self, log: list[Any], name: str, meta: dict[str, Any]) -> None:
         signature = {k: v for k, v in meta["triton_meta"]["signature"].items() if v != "constexpr"}
         letters = "".join("O" if kind.startswith("*") else LETTERS[kind] for kind in signature.values())
-        super().__init__(device, lambda *given: log.append((name, *given)), ", ".join(signature), letters, "1, 1, 1")
         # A split scan takes a row a block.
         blocks = CONFIG | ({"XBLOCK": 1} if meta["inductor_meta"]["grid_type"] == "SplitScanGrid" else {})
         grid = triton_heuristics.GridExpr.from_meta(meta["inductor_meta"], blocks)
@@ -52,7 +50,15 @@ class NotedKernel(SizedKernel):
         scope["launcher"]._is_static = True
         self.launchers = [scope["launcher"]]
         self._cache_eligible = True
-        self.name, self.handle = name, scope["bin"].function
+        self.name, self.handle, self.arg_tys, self.log = name, scope["bin"].function, letters, log
+
+    def run(self, *args: Any, stream: Any) -> None:
+        self.launchers[0](*args, stream=stream)
+
+    def launch(self, x: int, y: int, z: int, stream: Any, *args: Any) -> None:
+        assert all(type(v) is int for v in (x, y, z))
+        if x and y and z:  # as Triton's launchers do
+            self.log.append((self.name, (x, y, z), *[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]))
 
 
 class Module:
@@ -60,7 +66,6 @@ class Module:
 
     def __init__(self, device: Any, text: str) -> None:
         self.log: list[Any] = []
-        self.device = device
         text = text.replace("with torch.cuda._DeviceGuard(0):", "if True:")
         text = text.replace("torch.cuda.set_device(0)", "pass")
         self.namespace: dict[str, Any] = {"__name__": "generated"}
@@ -79,7 +84,7 @@ class Module:
         lines = source.replace("@triton.jit", "").replace(", triton_heuristics", "")
         lines = lines.replace("triton_helpers.set_driver_to_gpu()", "")
         exec(compile(lines, "kernel.py", "exec"), {"triton_heuristics": Heuristics(), "__file__": "kernel.py"})
-        return NotedKernel(self.device, self.log, name, metas[0])
+        return NotedKernel(self.log, name, metas[0])
 
 
 def softmax_cat_transpose(x, y):

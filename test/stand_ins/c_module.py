@@ -5,18 +5,21 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+import unittest
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from torch.utils._filelock import FileLock
+from torch.utils._triton import has_triton_package
 
 from torch_overlay import csrc
 
@@ -88,3 +91,21 @@ def build_module(source: str, **parts: str) -> tuple[Any, ctypes.CDLL]:
         cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder))
         with cache, mock.patch.multiple(csrc, FOLDER=sources, FLAGS=flags):
             return csrc.build(str(library)), ctypes.CDLL(str(library))
+
+
+needs_compiler = unittest.skipUnless(has_triton_package(), "Triton builds the module")
+needs_failing_allocations = unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+
+
+def fail_each_allocation(call: Callable[[], object]) -> None:
+    """Make a call in which one allocation fails, for each of the first: any error but Python's own is the caller's."""
+    import _testcapi
+
+    for allocation in range(1, 40):
+        _testcapi.set_nomemory(allocation, allocation + 1)
+        try:
+            call()
+        except MemoryError:
+            pass
+        finally:
+            _testcapi.remove_mem_hooks()

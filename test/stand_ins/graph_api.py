@@ -201,10 +201,8 @@ class FakeApi:
 
     def cuGraphRemoveDependencies(self, graph, before, after, data, count):
         assert len(before) == len(after) == count and (data is None or len(data) == count)
-        names = {kind: name for name, kind in self.EDGE_KINDS.items()}
         for i, (u, v) in enumerate(zip(before, after)):
-            kind = names[data[i].type, data[i].to_port, data[i].from_port] if data else "plain"
-            self.edge_list.remove((int(u), int(v), kind))
+            self.edge_list.remove((int(u), int(v), self.kind_of(data[i]) if data else "plain"))
         return self.ok()
 
     def cuGraphDestroyNode(self, node):

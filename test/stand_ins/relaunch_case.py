@@ -1,6 +1,7 @@
 """Test cases that relaunch regions on the stand-in driver."""
 
 import gc
+import threading
 from unittest import mock
 
 import torch
@@ -39,6 +40,22 @@ def host(value, dtype=torch.float64):
     return made
 
 
+def run_in_threads(*targets):
+    """Run these functions side by side, to their ends."""
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def define(library, schema, function, fake=torch.empty_like, device="CPU"):
+    """Define an operator that computes `function` on this device."""
+    name = library.define(schema)
+    library.impl(name, function, device)
+    library.impl(name, fake, "Meta")
+
+
 class RelaunchTestCase(TestCase):
     def setUp(self):
         super().setUp()
@@ -72,11 +89,19 @@ class RelaunchTestCase(TestCase):
         with config.patch(cudagraph_verify=verify):
             return Runner(scope["region"], code, self.device)
 
-    def add(self, run, count=1):
-        """Call a region of `ADD`, so many times, with other inputs each time."""
+    def add(self, run, count=1, *, x=None, w=None):
+        """Call a region of `ADD`, so many times, with other inputs each time but for those given. Return its output."""
         for _ in range(count):
-            x, w = torch.randn(4, 4), torch.randn(4, 4)
-            self.assertEqual(run([x, w])[0], x * w + x)
+            inputs = [torch.randn(4, 4) if given is None else given for given in (x, w)]
+            (out,) = run(list(inputs))
+            self.assertEqual(out, inputs[0] * inputs[1] + inputs[0])
+        return out
+
+    def warmed(self, **options):
+        """A region of `ADD` that has been captured, and relaunched at its third call."""
+        run = self.runner(ADD, **options)
+        self.add(run, 3, w=torch.randn(4, 4))
+        return run
 
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import itertools
 import mmap
 import struct
@@ -145,52 +144,6 @@ class Kernel:
         self.function(*args)
 
 
-class Launched(list[Any]):
-    """The results of a kernel that gets its grid: it has none."""
-
-    def __init__(self, grid: tuple[int, ...]) -> None:
-        super().__init__([None])
-        self.grid = grid
-
-
-class Address:
-    """Stands for a tensor of which a kernel gets the address alone."""
-
-    def read(self, word: int) -> int:
-        return word
-
-
-class SizedKernel(Kernel):
-    """A kernel that gets what Triton's get: `function(grid, *arguments)` has addresses in place of tensors, and knows
-    no more of their sizes than its numbers and its grid say. `grid` has three expressions of its parameters."""
-
-    def __init__(self, device: FakeDevice, function: Any, names: str, letters: str, grid: str) -> None:
-        super().__init__(device, function, names, letters, grid)
-        text = f"def launcher({names}, stream):\n    runner({grid}, stream, {names})"
-        scope: dict[str, Any] = {"runner": self.launch}
-        exec(text, scope)
-        scope["launcher"]._is_static = True
-        self.launchers = [scope["launcher"]]
-
-    def launch(self, x: int, y: int, z: int, stream: Any, *args: Any) -> None:
-        assert all(type(v) is int for v in (x, y, z))
-        recording = getattr(self.device.thread, "recording", None)
-        given = [(a.data_ptr() if is_tensor(a) else a) for a in args]
-        if not (x and y and z):
-            return  # as Triton's launchers do
-        if recording is None:
-            with _disable_current_modes():  # a kernel is no operator
-                self.function((x, y, z), *given)
-            return
-        words = [
-            value if is_tensor(a) else int.from_bytes(pack(letter, a), "little")
-            for a, value, letter in zip(args, given, self.arg_tys, strict=True)
-        ]
-        arguments = [Address() if is_tensor(a) else Number(letter) for a, letter in zip(args, self.arg_tys)]
-        flat, spec = tree_flatten((tuple(arguments), {}))
-        recording.operations.append((self.function, spec, flat, Launched((x, y, z)), words))
-
-
 def set_condition(predicate: torch.Tensor) -> list[Any]:
     """Stands for the kernel that reads a predicate; `Executable` takes the branch."""
     assert predicate.dtype == torch.bool and predicate.numel() == 1
@@ -310,8 +263,8 @@ class Recording:
         self.operations.append((func, spec, arguments, results, addresses))
 
     def graph(self, segments: Any) -> CapturedGraph:
-        """An operation has a function by its operator, a block that says how many parameters it has, and which
-        operation it is, sizes included, and a grid if it is a kernel's."""
+        """An operation has a function by its operator, and a block that says how many parameters it has, and which
+        operation it is, sizes included."""
         nodes = tuple(
             KernelNode(
                 index=i,
@@ -320,7 +273,7 @@ class Recording:
                 func=self.owner.function_of(operation),
                 kern=0,
                 ctx=0,
-                grid=getattr(operation[3], "grid", (1, 1, 1)),
+                grid=(1, 1, 1),
                 block=(len(operation[4]), self.owner.number_of(operation[:4]), 1),
                 shared_bytes=0,
                 parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
@@ -382,10 +335,10 @@ class Executable:
             self.replay()
         return 0
 
-    def held(self, i: int) -> tuple[int, tuple[int, ...], list[int]]:
-        """The number of the operation of node i, its grid, and its words."""
+    def held(self, i: int) -> tuple[int, list[int]]:
+        """The number of the operation of node i, and its words."""
         place = self.places[i]
-        return place[1], tuple(place[2:5]), list(place[5 : 5 + place[0]])
+        return place[1], list(place[5 : 5 + place[0]])
 
     def replay(self) -> None:
         left_out: set[int] = set()
@@ -394,7 +347,7 @@ class Executable:
                 continue
             self.device.execute(*self.held(i))
             if (branches := self.branches.get(index)) is not None:
-                self.taken.append(bool(tensor_at(self.held(i)[2][0], (), (), torch.bool)))
+                self.taken.append(bool(tensor_at(self.held(i)[1][0], (), (), torch.bool)))
                 left_out.update(branches[self.taken[-1]])
 
 
@@ -438,19 +391,13 @@ class FakeDevice:
         self.without_conditionals = False
         self.relaxed = 0  # graphs in which something runs side by side
 
-    def execute(self, number: int, grid: tuple[int, ...], words: Any) -> None:
+    def execute(self, number: int, words: Any) -> None:
         """Run an operation by its number, at the addresses and with the numbers among the words."""
         func, spec, arguments, results = self.numbered[number]
-        if isinstance(results, Launched):
-            func = functools.partial(func, grid)
         at = iter(words)
         flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
         flat = [
-            tensor_at(next(at), *a.like)
-            if isinstance(a, Slot)
-            else a.read(next(at))
-            if isinstance(a, (Number, Address))
-            else a
+            tensor_at(next(at), *a.like) if isinstance(a, Slot) else a.read(next(at)) if isinstance(a, Number) else a
             for a in flat
         ]
         args, kwargs = tree_unflatten(flat, spec)
@@ -608,8 +555,8 @@ def describe(part: Any) -> Any:
         return [describe(each) for each in part]
     if isinstance(part, (Slot, StorageSlot)):
         return type(part).__name__, part.like
-    if isinstance(part, (Number, Address)):
-        return type(part).__name__, getattr(part, "letter", "")
+    if isinstance(part, Number):
+        return type(part).__name__, part.letter
     return repr(bit_key(part))  # two NaNs may differ
 
 

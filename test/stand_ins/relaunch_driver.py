@@ -53,8 +53,15 @@ static void bytes_of(char *out, const unsigned char *bytes, size_t size) {
     for (size_t i = 0; i < size; i++) sprintf(out + 2 * i, "%02x", bytes[i]);
     if (!size) *out = 0;
 }
+static void values_of(char *at, const uint64_t *func, void **arguments) {
+    for (uint64_t i = 0; i < func[0]; i++) {
+        bytes_of(at, arguments[i], func[i + 1]);
+        at += strlen(at);
+        if (i + 1 < func[0]) *at++ = ',';
+    }
+}
 int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kernel) {
-    char values[3000] = "-", *at = values;
+    char values[3000] = "-";
     int code = 0;
     if (delivering) {
         uint64_t *words = node;
@@ -67,11 +74,7 @@ int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kern
         pthread_mutex_unlock(&lock);
         return code;
     }
-    if (logging) for (uint64_t i = 0; i < kernel->func[0]; i++) {
-        bytes_of(at, kernel->arguments[i], kernel->func[i + 1]);
-        at += strlen(at);
-        if (i + 1 < kernel->func[0]) *at++ = ',';
-    }
+    if (logging) values_of(values, kernel->func, kernel->arguments);
     pthread_mutex_lock(&lock);
     if (!(code = fails("cuGraphExecKernelNodeSetParams")))
         say("kernel %#lx %#lx %u,%u,%u %u,%u,%u %u %#lx %#lx %s %#lx %#lx", (long)exec, (long)node, kernel->shape[0],
@@ -82,15 +85,11 @@ int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kern
 }
 typedef struct { unsigned shape[7]; void *stream; const void *attributes; unsigned count; } Config;
 int cuLaunchKernelEx(const Config *config, const uint64_t *func, void **arguments, void **extra) {
-    char values[3000] = "-", *at = values;
+    char values[3000] = "-";
     int code;
     pthread_mutex_lock(&lock);
     code = fails("cuLaunchKernelEx");
-    if (logging) for (uint64_t i = 0; i < func[0]; i++) {
-        bytes_of(at, arguments[i], func[i + 1]);
-        at += strlen(at);
-        if (i + 1 < func[0]) *at++ = ',';
-    }
+    if (logging) values_of(values, func, arguments);
     if (!code) say("run %#lx %u,%u,%u %u,%u,%u %u %#lx %s %u", (long)func, config->shape[0], config->shape[1],
                    config->shape[2], config->shape[3], config->shape[4], config->shape[5], config->shape[6],
                    (long)config->stream, values, config->count);

@@ -152,8 +152,11 @@ class Program:
         return self.graph.output(results)
 
     @contextlib.contextmanager
-    def scheduled(self, **options: Any) -> Iterator[Scheduler]:
-        """Lower the graph and schedule it. `options` are those of `GraphLowering`."""
+    def scheduled(self, *results: Node, **options: Any) -> Iterator[Scheduler]:
+        """Lower the graph and schedule it; `results` are its output, if it has none yet. `options` are those of
+        `GraphLowering`."""
+        if not self.graph.find_nodes(op="output"):
+            self.output(*results)
         module = GraphModule(torch.nn.Module(), self.graph)
         options = {"is_inference": True, **options}
         with device(), V.set_fake_mode(self.mode), V.set_debug_handler(DebugContext()):

@@ -36,12 +36,10 @@ class SchedulerNodesTestCase(TestCase):
     def setUp(self):
         super().setUp()
         self.program = Program()
+        self.call = self.program.call
         for rate in (device_peaks.bytes_per_us, device_peaks.flops_per_us):
             rate.cache_clear()
             self.addCleanup(rate.cache_clear)
-
-    def call(self, target, *args, **kwargs):
-        return self.program.call(target, *args, **kwargs)
 
 
 class TestPlace(SchedulerNodesTestCase):
@@ -50,8 +48,7 @@ class TestPlace(SchedulerNodesTestCase):
         first = self.call(aten.relu.default, x)
         second = self.call(aten.mm.default, *[self.program.input(2, 2)] * 2, stream=7)
         third = self.call(aten.sum.default, first, stream=3)
-        self.program.output(first, second, third)
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(first, second, third) as scheduler:
             found = {n: user_stream(scheduler, node) for node in scheduler.nodes for n in fx_origins(node)}
             self.assertEqual(found, {first: 0, second: 7, third: 3})
 
@@ -72,8 +69,7 @@ class TestPlace(SchedulerNodesTestCase):
         y = self.call(aten.relu.default, x)
         self.call(streams.record_event.default, 5, 1)
         z = self.call(aten.histc.default, x)
-        self.program.output(y, z)
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(y, z) as scheduler:
             found = [stream_operation(node) for node in scheduler.nodes]
             self.assertEqual(found, [None, streams.record_event.default, None])
 
@@ -87,8 +83,7 @@ class TestMemory(SchedulerNodesTestCase):
     def test_slices_of_a_concatenation(self):
         x = self.program.input(4, 4)
         halves = [self.call(aten.mm.default, x, x) for _ in range(2)]
-        self.program.output(self.call(aten.cat.default, halves))
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(self.call(aten.cat.default, halves)) as scheduler:
             *slices, whole = scheduler.nodes
             (whole,) = whole.get_outputs()
             parts = [output for node in slices for output in node.get_outputs()]
@@ -103,8 +98,7 @@ class TestMemory(SchedulerNodesTestCase):
         x = self.program.input(4, 4)
         first = self.call(aten.linalg_qr.default, x)
         results = [self.call(operator.getitem, first, i) for i in range(2)]
-        self.program.output(*results)
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(*results) as scheduler:
             kernel, *outputs = [n.get_outputs()[0] for n in scheduler.nodes]
             self.assertEqual(len(outputs), 2)
             for output in outputs:
@@ -117,8 +111,7 @@ class TestMemory(SchedulerNodesTestCase):
         x = self.program.input(4, dtype=torch.complex64)
         made = self.call(aten.mul.Tensor, x, x)
         view = self.call(aten.view_as_real.default, made)
-        self.program.output(view)
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(view) as scheduler:
             kernel, call, *_ = [n.get_outputs()[0] for n in scheduler.nodes]
             self.assertEqual(viewed_by_call(call.node), {kernel.get_name()})
             self.assertEqual(viewed_by_call(kernel.node), set())
@@ -128,8 +121,7 @@ class TestMemory(SchedulerNodesTestCase):
 
 class TestTime(SchedulerNodesTestCase):
     def times(self, *results):
-        self.program.output(*results)
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(*results) as scheduler:
             return [device_us(node) for node in scheduler.nodes]
 
     def test_time_of_what_is_read_and_written(self):
@@ -165,8 +157,7 @@ class TestTime(SchedulerNodesTestCase):
 
     def test_statistics_stay(self):
         x = self.program.input(16, 16)
-        self.program.output(self.call(aten.mm.default, x, x))
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(self.call(aten.mm.default, x, x)) as scheduler:
             (node,) = scheduler.nodes
             for known in ({}, {"flop_count": 3}):
                 with mock.patch.dict(counters["inductor"], known, clear=True):
@@ -176,6 +167,5 @@ class TestTime(SchedulerNodesTestCase):
     def test_width_of_an_element(self):
         x = self.program.input(4, dtype=torch.float64)
         widths = self.call(aten.relu.default, x), self.call(aten.sum.default, x)
-        self.program.output(*widths)
-        with self.program.scheduled() as scheduler:
+        with self.program.scheduled(*widths) as scheduler:
             self.assertEqual(list(map(element_size, scheduler.nodes)), [8, 4])

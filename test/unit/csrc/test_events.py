@@ -1,10 +1,8 @@
 """`csrc/events.c`: events of regions, also in captures of other threads."""
 
 import ctypes
-import unittest
 
 from torch.testing._internal.common_utils import TestCase
-from torch.utils._triton import has_triton_package
 
 import form  # noqa: F401
 from stand_ins import c_module
@@ -51,7 +49,7 @@ PART(.module = "borders", .methods = methods)
 """
 
 
-@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+@c_module.needs_compiler
 class TestEvents(TestCase):
     @classmethod
     def setUpClass(cls):

@@ -2,11 +2,9 @@
 
 import ctypes
 import sys
-import unittest
 from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase
-from torch.utils._triton import has_triton_package
 
 import form  # noqa: F401
 from stand_ins import c_module
@@ -122,7 +120,7 @@ ADD = (7, 0, 0, (2, 3, 4), (32, 2, 1), 48, "add", ((0, b"\xaa\xaa" + bytes(6)), 
 PACKED = (0, 9, 3, (1, 1, 1), (8, 1, 1), 0, "packed", ((0, b"\xbb\xbb" + bytes(6)),))
 
 
-@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+@c_module.needs_compiler
 class TestNativeRead(TestCase):
     @classmethod
     def setUpClass(cls):

@@ -3,10 +3,8 @@
 import math
 import random
 import struct
-import unittest
 
 from torch.testing._internal.common_utils import TestCase
-from torch.utils._triton import has_triton_package
 
 import form  # noqa: F401
 from stand_ins import c_module
@@ -88,7 +86,7 @@ def draw(rng, kind, depth=4):
     return name, *[draw(rng, kind, depth - 1) for _ in range(count)]
 
 
-@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+@c_module.needs_compiler
 class TestProgram(TestCase):
     @classmethod
     def setUpClass(cls):

@@ -3,14 +3,11 @@
 import ctypes
 import functools
 import gc
-import importlib.util
 import sys
 import types
-import unittest
 import weakref
 
 from torch.testing._internal.common_utils import TestCase
-from torch.utils._triton import has_triton_package
 
 import form  # noqa: F401
 from stand_ins import c_module
@@ -42,7 +39,7 @@ JOINED = "record3@11 wait3@9 wait3@12"
 CREATED = "create1 create2 create3 "
 
 
-@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+@c_module.needs_compiler
 class TestRegion(TestCase):
     @classmethod
     def setUpClass(cls):
@@ -233,20 +230,10 @@ class TestRegion(TestCase):
             with self.assertRaisesRegex(error, text):
                 self.region(**{"streams": (-1,), "events": 1, **fields})
 
-    @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+    @c_module.needs_failing_allocations
     def test_host_without_memory(self):
         """Whichever allocation fails, the error is Python's own."""
-        import _testcapi
-
-        make = self.maker(**FORK)
-        for allocation in range(1, 40):
-            _testcapi.set_nomemory(allocation, allocation + 1)
-            try:
-                make()
-            except MemoryError:
-                pass
-            finally:
-                _testcapi.remove_mem_hooks()
+        c_module.fail_each_allocation(self.maker(**FORK))
 
     def test_nothing_is_kept_alive(self):
         """Neither streams after the call, nor events after the region."""

@@ -84,7 +84,3 @@ class TestGovernor(unittest.TestCase):
             slower = max(launch - 1, 0.0) * call * launches  # by launches themselves
             # The first capture's time isn't known before.
             self.assertLessEqual(took, number * call * (1 + SHARE) + capture + slower + 1e-9)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -50,8 +50,7 @@ class AlignmentTestCase(ProgramCase):
 
     def begin(self, *results):
         """Begin to write a region, whose inputs' alignment is checked."""
-        self.program.output(*results)
-        self.scheduler = self.enterContext(self.program.scheduled())
+        self.scheduler = self.enterContext(self.program.scheduled(*results))
         V.graph.inputs_to_check = range(len(self.program.inputs))
         names = V.graph.graph_input_names
         written = V.graph.mutated_inputs

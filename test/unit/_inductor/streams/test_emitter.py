@@ -39,10 +39,8 @@ class EmitterTestCase(ProgramCase):
 
     def begin(self, *results, enclosed=False, options=None, **scheduled):
         """Begin to write the region of a graph."""
-        if results:
-            self.program.output(*results)
         self.enterContext(config.patch({"fold_branches_below_us": 0.0, **(options or {})}))
-        self.scheduler = self.enterContext(self.program.scheduled(**scheduled))
+        self.scheduler = self.enterContext(self.program.scheduled(*results, **scheduled))
         self.region = plan_region(self.scheduler, self.scheduler.nodes, enclosed)
         ScheduleNotes.of(self.scheduler).memory = self.region.plan.memory
         self.wrapper = V.graph.wrapper_code

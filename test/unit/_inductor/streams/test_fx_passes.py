@@ -1,6 +1,7 @@
 """Passes over graphs with streams: new nodes get streams, and removed nodes leave their order."""
 
 import copy
+import functools
 import operator
 
 import torch
@@ -337,16 +338,17 @@ class NewNodesTestCase(TestCase):
 
 
 class TestReplacements(NewNodesTestCase):
+    def replace_both(self, first, second, operand):
+        both = self.make(first, aten.sin.default, operand)
+        for old in (second, first):
+            old.replace_all_uses_with(both)
+            self.graph.erase_node(old)
+
     def both_by_one(self, *places):
         x, first, second = self.begin(*places)
 
-        def change():
-            both = self.make(first, aten.sin.default, x)
-            for old in (second, first):
-                old.replace_all_uses_with(both)
-                self.graph.erase_node(old)
-
-        self.assertEqual(set(self.run_pass(change)["sin_default"]), {"relu_0", "relu_1"})
+        found = self.run_pass(lambda: self.replace_both(first, second, x))
+        self.assertEqual(set(found["sin_default"]), {"relu_0", "relu_1"})
         stream, after, before = self.placed("sin_default")
         return stream, set(after), set(before)
 
@@ -362,13 +364,7 @@ class TestReplacements(NewNodesTestCase):
             for node in (second, third):
                 note_fact(node, reads=(ForeignRead(7, "freed"),))
 
-            def change(first=first, old=(third, second)):
-                both = self.make(old[1], aten.sin.default, first)
-                for node in old:
-                    node.replace_all_uses_with(both)
-                    self.graph.erase_node(node)
-
-            self.run_pass(change)
+            self.run_pass(functools.partial(self.replace_both, second, third, first))
             self.assertEqual(self.placed("sin_default")[0], place)
             self.assertIsNone(fact_of(self.named("sin_default")).reads)
 

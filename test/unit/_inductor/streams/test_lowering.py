@@ -38,8 +38,7 @@ class LoweringTestCase(TestCase):
 
     def lowered(self, *results, **options):
         """What is computed by each operation, by the last node of it."""
-        self.program.output(*results)
-        with self.program.scheduled(**options):
+        with self.program.scheduled(*results, **options):
             self.graph = V.graph
             place = {node: i for i, node in enumerate(V.graph.module.graph.nodes)}
             return [max((n for n in op.get_origins() if n in place), key=place.get) for op in V.graph.operations]

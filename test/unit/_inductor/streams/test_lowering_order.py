@@ -45,9 +45,8 @@ class ScheduleOrderTestCase(ProgramCase):
 
     def ancestors(self, *results):
         """Which nodes come before each node in any order of the schedule."""
-        self.program.output(*results)
         patch = mock.patch.object(Scheduler, "compute_dependencies", with_orders)
-        with patch, self.program.scheduled() as scheduler:
+        with patch, self.program.scheduled(*results) as scheduler:
             made = {node.get_name(): n for node in scheduler.nodes for n in self.last(node)}
             return {made[node.get_name()]: {made[name] for name in node.ancestors} for node in scheduler.nodes}
 

@@ -24,9 +24,7 @@ class PlansTestCase(ProgramCase):
         return self.call(aten.mm.default, *args, **where)
 
     def plan(self, *results, enclosed=False, first=0, memory=None, **options):
-        if results:
-            self.program.output(*results)
-        with self.program.scheduled(**options) as scheduler:
+        with self.program.scheduled(*results, **options) as scheduler:
             ScheduleNotes.of(scheduler).memory = memory
             self.region = plan_region(scheduler, scheduler.nodes[first:], enclosed)
             self.buffers = {b.name: b for b in self.region.plan.buffers}
@@ -166,8 +164,7 @@ class TestBuffers(PlansTestCase):
 
 class TestNeedsPlan(PlansTestCase):
     def needed(self, *results, **options):
-        self.program.output(*(results or [self.product()]))
-        with self.program.scheduled(**options) as scheduler:
+        with self.program.scheduled(*(results or [self.product()]), **options) as scheduler:
             found = needs_plan(scheduler)
             self.assertIs(ScheduleNotes.of(scheduler).needs_plan, found)
         self.program = Program()

@@ -42,8 +42,7 @@ class ReaderTestCase(ProgramCase):
 
     def read(self, *results, enclosed=False, first=0, awaited=False, **options):
         """Read the schedule, from a node on."""
-        self.program.output(*results)
-        with self.program.scheduled(**options) as scheduler:
+        with self.program.scheduled(*results, **options) as scheduler:
             if awaited:
                 ScheduleNotes.of(scheduler).awaited_stores = {scheduler.nodes[-1]: ["op0"]}
             reader = RegionReader(scheduler, scheduler.nodes[first:], enclosed)
@@ -285,10 +284,6 @@ class SchedulesTestCase(ProgramCase):
         self.assertEqual(registry.add_current(*self.objects[-1]), OTHER)
         self.enterContext(frame_facts.compiling(registry.facts()))
 
-    def scheduled(self, *results, **options):
-        self.program.output(*results)
-        return self.program.scheduled(**options)
-
 
 class TestTokensOfLaunches(SchedulesTestCase):
     def setUp(self):
@@ -297,7 +292,7 @@ class TestTokensOfLaunches(SchedulesTestCase):
 
     def launches(self, *results, enclosed=False, **options):
         """The tokens before and after the kernel of each result."""
-        with self.scheduled(*results, **options) as scheduler:
+        with self.program.scheduled(*results, **options) as scheduler:
             self.tokens = BoundaryTokens(scheduler, scheduler.nodes, enclosed)
             order, found = list(self.program.graph.nodes), {}
             for node in scheduler.nodes:
@@ -400,7 +395,7 @@ class TestTokensOfLaunches(SchedulesTestCase):
             self.call(aten.mm.default, z, z),
             self.call(aten.clone.default, self.call(aten.slice.Tensor, y, 0, 0, 1)),
         ]
-        with self.scheduled(*results) as scheduler:
+        with self.program.scheduled(*results) as scheduler:
             tokens = BoundaryTokens(scheduler, scheduler.nodes, False)
             nodes = {n: node for node in scheduler.nodes for n in fx_origins(node)}
             found = [tokens.foreign_reads(nodes[n]) for n in results]
@@ -414,7 +409,7 @@ class TestExit(SchedulesTestCase):
     def at_exit(self, *leave, blocking=(), enclosed=False):
         x = self.program.input(4)
         node = self.call(aten.sin.default, x, exit_waits=leave)
-        with self.scheduled(node) as scheduler:
+        with self.program.scheduled(node) as scheduler:
             tokens = BoundaryTokens(scheduler, scheduler.nodes, enclosed)
             return tokens.at_exit(blocking)
 
@@ -451,18 +446,18 @@ class TestGraphFacts(SchedulesTestCase):
     def test_exit_of_a_graph_that_computes_nothing(self):
         x = self.program.input(4)
         note_fact(x, exit_waits=(ExitWait(1, (E5,)),))
-        with self.scheduled(x):
+        with self.program.scheduled(x):
             self.assertEqual(graph_facts.exit_waits(), (ExitWait(1, (E5,)),))
 
     def test_graph_without_facts(self):
-        with self.scheduled(self.program.input(4)):
+        with self.program.scheduled(self.program.input(4)):
             self.assertEqual(graph_facts.exit_waits(), ())
             self.assertEqual(graph_facts.eager_memory_of_results(), {})
 
     def test_saved_values(self):
         inputs = [self.program.input(4) for _ in range(3)]
         note_fact(inputs[1], memory=2)
-        with self.scheduled(*inputs):
+        with self.program.scheduled(*inputs):
             self.assertEqual(graph_facts.saved_on_streams(), {"x1": 2})
 
     def memory_of_results(self, **options):
@@ -492,14 +487,14 @@ class TestGraphFacts(SchedulesTestCase):
         x = self.program.input(4)
         self.call(streams.record_event.default, 5, 1, requires=R5)
         node = self.call(aten.sin.default, x)
-        with self.scheduled(node) as scheduler:
+        with self.program.scheduled(node) as scheduler:
             found = [graph_facts.required(n) for n in scheduler.nodes]
             self.assertEqual(found, [{R5}, set()])
 
 
 class TestNotes(SchedulesTestCase):
     def test_notes_live_as_long_as_the_schedule(self):
-        with self.scheduled(self.call(aten.sin.default, self.program.input(4))) as made:
+        with self.program.scheduled(self.call(aten.sin.default, self.program.input(4))) as made:
             notes = ScheduleNotes.of(made)
             notes.awaited_stores = dict.fromkeys(made.nodes, ())
             self.assertIs(ScheduleNotes.of(made), notes)

@@ -32,10 +32,9 @@ class TestRegions(ProgramCase):
         return self.call(aten.mm.default, *(args or (self.x, self.x)), stream=stream, after=tokens, promised_to=tokens)
 
     def schedule(self, *results, **options):
-        self.program.output(*results)
         self.enterContext(config.patch(fold_branches_below_us=0.0))
         self.enterContext(torch._inductor.config.patch(options))
-        self.scheduler = self.enterContext(self.program.scheduled())
+        self.scheduler = self.enterContext(self.program.scheduled(*results))
         self.wrapper = V.graph.wrapper_code
 
     def fork_and_join(self, **options):

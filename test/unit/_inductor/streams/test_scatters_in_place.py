@@ -62,17 +62,19 @@ class TestTensorOfTheGraph(ScattersTestCase):
     def make_base(self):
         self.base = self.call(aten.sin.default, self.input())
 
+    def put_both(self, first, last):
+        """The first and the last rows, on these streams."""
+        self.run_pass(self.put(self.put(self.base, "first", first), "last", last))
+
     def test_parts_on_two_streams(self):
-        last = self.put(self.put(self.base, "first", 1), "last", 2)
-        self.run_pass(last)
+        self.put_both(1, 2)
         self.assert_decided(in_place=[1, 2])
         self.assertEqual(self.graph.output_node().args[0], (self.base,))
 
     def test_parts_on_one_stream(self):
         for stream in (0, 1):
             self.setUp()
-            last = self.put(self.put(self.base, "first", stream), "last", stream)
-            self.run_pass(last)
+            self.put_both(stream, stream)
             self.assert_decided(anew=[stream] * 2)
 
     def test_value_that_another_stream_reads(self):
@@ -92,28 +94,24 @@ class TestTensorOfTheGraph(ScattersTestCase):
     def test_tensor_of_the_host(self):
         self.device = "cpu"
         self.make_base()
-        last = self.put(self.put(self.base, "first", 1), "last", 2)
-        self.run_pass(last)
+        self.put_both(1, 2)
         self.assert_decided(anew=[1, 2])
 
-    def test_part_that_is_put_into_its_own_place(self):
-        made = self.put(self.base, "first", 1)
-        part = self.call(aten.slice.Tensor, made, 0, 0, 4, stream=2)
-        again = self.call(aten.slice_scatter.default, made, part, 0, 0, 4, stream=2)
-        self.run_pass(again)
-        self.assert_decided(anew=[1])
-
-    def test_part_that_is_put_elsewhere(self):
-        made = self.put(self.base, "first", 1)
-        part = self.call(aten.slice.Tensor, made, 0, 0, 4, stream=2)
-        again = self.call(aten.slice_scatter.default, made, part, 0, 4, 8, stream=2)
-        self.run_pass(again)
-        self.assert_decided(in_place=[1], anew=[2])
+    def test_part_that_is_put_back(self):
+        for hazard, first, decided in (
+            ("into its own place", 0, {"anew": [1]}),
+            ("elsewhere", 4, {"in_place": [1], "anew": [2]}),
+        ):
+            with self.subTest(hazard):
+                self.setUp()
+                made = self.put(self.base, "first", 1)
+                part = self.call(aten.slice.Tensor, made, 0, 0, 4, stream=2)
+                self.run_pass(self.call(aten.slice_scatter.default, made, part, 0, first, first + 4, stream=2))
+                self.assert_decided(**decided)
 
     @config.patch(streams=False)
     def test_without_the_option(self):
-        last = self.put(self.put(self.base, "first", 1), "last", 2)
-        self.run_pass(last)
+        self.put_both(1, 2)
         self.assert_decided(anew=[0, 0])
 
 

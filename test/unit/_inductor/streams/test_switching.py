@@ -85,8 +85,7 @@ class LinesTestCase(TestCase):
             x = program.input(size, size, device=where)
             results.append(program.call(aten.mm.default, x, x, stream=stream))
             results[-1] = program.call(aten.mm.default, results[-1], x, stream=stream)
-        program.output(*results)
-        self.scheduler = self.enterContext(program.scheduled())
+        self.scheduler = self.enterContext(program.scheduled(*results))
         self.wrapper = V.graph.wrapper_code
 
     def line(self, kind, name):
