@@ -60,6 +60,7 @@ from torch_overlay.analysis.timelines.model import (
     KERNEL,
     Lane,
     microseconds,
+    Overlap,
     overlap,
     place,
     Slice,
@@ -109,8 +110,8 @@ class Timeline:
         return max((nbytes for _, nbytes in self.memory), default=0)
 
     @property
-    def overlap(self) -> Any:
-        """Time in which work of different streams ran at the same time, as an `overlap.Overlap`."""
+    def overlap(self) -> Overlap:
+        """Time in which work of different streams ran at the same time."""
         return overlap(DeviceWork(s.lane, s.start, s.end) for s in self.slices if self.lanes[s.lane].device >= 0)
 
     @classmethod
