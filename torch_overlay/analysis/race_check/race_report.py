@@ -343,7 +343,7 @@ class Context:
                     _in_the_way(now.unordered, who),
                     self.about.get(name, ""),
                 )
-        for who in filter(self.pools.__contains__, sorted(before.before or ())):
+        for who in filter(self.public.__contains__, sorted(before.before or ())):
             row = "use", who, True, now.before is None or who in now.before, "", _in_the_way(now.early, who)
             yield Promise(call, name, *row, self.about.get(name, ""))
 
