@@ -1,4 +1,4 @@
-"""What the doctor found, as data, as text, as JSON and as a page with a picture of one step, which was profiled."""
+"""The doctor's findings, as data, as text, as JSON and as a page with a picture of one step, which was profiled."""
 
 from __future__ import annotations
 

@@ -262,6 +262,7 @@ class _TraceReader:
         position = clock.get(op.stream, 0) + 1
         self.launched += 1
         self.is_in_call |= op.name != CALLER
+        early = [who for who, at in self.work.items() if not clock.covers(who, at)]
         for access in op.accesses:
             self.access(op, access, clock, position)
         for access in op.accesses:
@@ -270,9 +271,7 @@ class _TraceReader:
             block = self.block(access.view.memory)
             block.done[key] = done
             if op.name != CALLER:
-                block.early = (block.early or {}) | {
-                    who: done for who, at in self.work.items() if not clock.covers(who, at)
-                }
+                block.early = (block.early or {}) | dict.fromkeys(early, done)
         clock[op.stream] = position
         if not self.is_in_call:
             self.work[op.stream] = position

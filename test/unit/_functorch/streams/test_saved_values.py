@@ -294,7 +294,7 @@ class TestDuplicates(TestCase):
         self.assertEqual(node_stream(left), 1)
 
     def test_each_half_has_its_own(self):
-        """What the forward saves, or the backward computes again, is one value."""
+        """A value that the forward saves, or the backward computes again, is one value."""
         for in_backward in (False, True):
             tag = {"partitioner_tag": "is_backward"} if in_backward else {}
             for of_backward in (False, True):

@@ -70,7 +70,6 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
         return Capture(request, recording, holes=holes, **options).run()
 
     with recordings(request) as new_recording:
-        first = None
         for _ in range(ATTEMPTS):
             recording = new_recording(1)
             try:
@@ -79,7 +78,7 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
             except Astray as astray:  # the capture has learned which allocations are outputs
                 recording.discard()
                 request = request._replace(plan=astray.plan)
-        if first is None:
+        else:
             raise Unprovable("output", "an output's memory can't be told from temporary memory")
         request = request._replace(plan=dataclasses.replace(request.plan, asked=first.asked))
         graph = device.read(first)
