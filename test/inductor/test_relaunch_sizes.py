@@ -126,11 +126,13 @@ class TestSizes(RelaunchTestCase):
 
     def test_few_sizes_are_captured_at_once_and_more_are_not(self):
         self.enterContext(mock.patch.object(Governor, "affords_capture", AFFORDS_CAPTURE))
-        self.enterContext(mock.patch.object(governor, "FEW", 2))
+        self.enterContext(mock.patch.object(governor, "FEW", 4))
         run = self.sized(3, 3, 7, 7, 9, 9, 9)
-        self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 3, "size-waits": 2}))
-        run = self.sized(3, 7, 9, 3, 7, 9)
-        self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 3, "size-waits": 3}))
+        self.assertEqual((self.counted("captures"), run.outside), (2, {"warm-up": 4, "size-waits": 1}))
+        self.call(run, 9, 9)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (3, 4))
+        run = self.sized(3, 7, 9, 11, 13, 3, 7, 9)
+        self.assertEqual((self.counted("captures"), run.outside), (3, {"warm-up": 5, "size-waits": 3}))
 
     def test_verified(self):
         self.sized(3, 3, 4, 4, 5, 5, 3, 4, 5, verify=True)

@@ -1,8 +1,9 @@
 """Bounds the time that a region spends on making graphs: `Governor`.
 
 Note [Time for graphs]
-A capture takes the host as long as some forty calls, and a size may not come again. A region that has had few sizes
-(`FEW`) captures each at its second call. Where more have come, a size is captured when both hold:
+A capture takes the host as long as some forty calls, and a size may not come again. A region that has had up to two
+sizes captures each at its second call; up to four (`FEW`), each that has come more often than there are sizes, which
+lengths that are drawn hardly do. Where more have come, a size is captured when both hold:
 1. Its calls without a graph have taken as long as a capture takes: it is a size that comes again.
 2. The region can afford it. Its captures together take at most `SHARE` of the time of its calls without a graph, and
    the time that launches of its graphs have saved. So with graphs it is slower than without by no more than that share,
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 FEW = 4
 SHARE = 0.03
 CALLS = 40
+
+
+def has_to_earn(sizes: int, calls: int) -> bool:
+    """True if a size of so many, which had so many calls, is captured only when the region can afford it."""
+    return sizes > FEW or (sizes > FEW // 2 and calls < sizes)
 
 
 class Governor:

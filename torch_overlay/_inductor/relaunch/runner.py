@@ -11,8 +11,8 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
     the state was refused                                          run as compiled                     of the refusal
     the first call of the key in this thread                       run as compiled                     warm-up
     a branch of the region was never run (`capture.branches`)      run as compiled                     warm-up
-    the key is one of many, and can't pay yet (`governor`)         run as compiled                     size-waits
-    the key is one of many, and gets a graph at its next call      run as compiled                     warm-up
+    the key is one of several, and can't pay yet (`governor`)      run as compiled                     size-waits
+    the key is one of several, and gets a graph at its next call   run as compiled                     warm-up
     a number of the key is unfit for the graph                     run as compiled                     number
     another thread captures, or has dropped the graph              run as compiled                     busy
     otherwise                                                      capture (`region_graphs`), launch
@@ -20,8 +20,8 @@ The key of a call is made of the inputs that are not tensors on the device (`Cal
 In the first call of a key, libraries and Triton choose their kernels, and the plan of the capture is observed
 (`observe`): which allocations become outputs, which inputs are seeds of attention or are freed, whether random
 numbers are drawn. The first one with some sizes is observed in full. The allocations of a further one, or of one in
-another thread, are the same; which inputs are large is not. Where there are many keys, most get no graph, so a key is
-observed just before its capture. Code that runs as compiled runs as steps of C, if it can (`steps`).
+another thread, are the same; which inputs are large is not. Where most keys get no graph, one is observed just before
+its capture. Code that runs as compiled runs as steps of C, if it can (`steps`).
 """
 
 from __future__ import annotations
@@ -179,11 +179,12 @@ class Runner:
                 self._refuse_host_tensor(state, inputs)
         if state.refused:
             return run(state.refused, inputs)
+        state.calls += 1
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
         if state.relaunch is None and self.never_run.wait():
             return run("warm-up", inputs)
-        may_wait = state.relaunch is None and self._is_one_of_many()
+        may_wait = state.relaunch is None and self._has_to_earn(state)
         if may_wait and not self.governor.affords_capture(state.waited, self.launched):
             return run("size-waits", inputs, state)
         if state.plan is None:
@@ -191,9 +192,9 @@ class Runner:
         with self.region.device.guard():
             return self._by_graph(key, state, inputs)
 
-    def _is_one_of_many(self) -> bool:
+    def _has_to_earn(self, state: State) -> bool:
         """True if a size may have to wait. A process that verifies launches captures each size at once."""
-        return len(self.states) > governor.FEW and not self.region_graphs.verify
+        return governor.has_to_earn(len(self.states), state.calls) and not self.region_graphs.verify
 
     def _by_graph(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Launch the state's graph, which is made first if there is none for the alignments of these inputs."""
@@ -236,9 +237,9 @@ class Runner:
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any], is_first: bool = True) -> Any:
         """Run the region as compiled for the first time with these sizes, or in this thread, and note what it shows.
-        One of many sizes may get no graph: the first call notes nothing, and there is another when it gets one."""
+        One of several sizes may get no graph: the first call notes nothing, and there is another when it gets one."""
         plan = self.plan  # another thread may forget it
-        if is_first and plan is not None and self._is_one_of_many():
+        if is_first and plan is not None and self._has_to_earn(state):
             state.warm_in.add(threading.get_ident())
             return self.region.run("warm-up", inputs)
         listen()

@@ -50,7 +50,7 @@ class State:
         self.plan: AllocationPlan | None = None
         self.alignments: dict[int, int] = {}  # that the calls so far need
         self.captured_for: dict[int, int] = {}  # those that the graph was captured for
-        self.failures = 0
+        self.calls = self.failures = 0  # without a graph; captures that failed
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Launchable | None = None
         self.waited = 0.0  # seconds of the host in calls that waited for a capture
