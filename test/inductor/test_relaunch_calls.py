@@ -388,6 +388,18 @@ class TestEntries(TestCase):
         self.assertEqual((library.called, library.entered, self.entries.captured, self.entries.launched), (1, 0, 2, 3))
         self.assertEqual(self.driver.graphs_destroyed(), 2)
 
+    def test_new_size_is_captured_at_its_first_call_where_others_followed_the_last(self):
+        library, code = self.made()
+        for n, called in ((4, 1), (4, 1), (5, 1), (6, 2), (5, 2), (7, 2), (7, 2)):
+            tensors = self.tensors(n)
+            launched = self.run_code(code, *tensors)
+            self.assertEqual(library.called, called)
+        self.assertEqual(launched, [(0x1004, 7, STREAM, 0, self.words(tensors, 3))])
+        library.fails = True  # a first call may load what a capture forbids
+        self.assertEqual(self.run_code(code, *self.tensors(8)), [])
+        library.fails = False
+        self.assertEqual((len(self.run_code(code, *self.tensors(8))), library.called), (1, 3))
+
     def test_sizes_have_entries_of_their_own_and_share_functions(self):
         library, code = self.made()
         for n in (4, 5, 4, 5, 4, 5):
@@ -436,13 +448,13 @@ class TestEntries(TestCase):
             launched = self.run_code(code, a, a.t(), out)
         self.assertEqual(launched[0][4], self.words((a, a, out), 3))
         for distance in (11, 7):  # each is a kind of call of its own
-            called = library.called
+            captured = self.entries.captured
             for _ in range(3):
                 whole = aligned(24)
                 a, b, out = whole[:12].view(4, 3), whole[distance : distance + 12].view(3, 4), aligned(4, 4)
                 launched = self.run_code(code, a, b, out)
             self.assertEqual(launched[0][4], self.words((a, b, out), 3))
-            self.assertEqual(library.called, called + 1)
+            self.assertEqual(self.entries.captured, captured + 1)
 
     def test_call_with_a_tensor_of_the_host_is_no_entry(self):
         """It may read a seed there, and pass what it has read to a kernel."""
@@ -533,6 +545,9 @@ class TestEntries(TestCase):
                 library, code = self.made(launches)
                 self.assertFalse(self.is_entry(code, *self.tensors()))
                 self.assertEqual((library.called, library.entered, [*self.entries.entries.values()]), (3, 0, [why]))
+        captured = self.entries.captured
+        self.assertFalse(self.is_entry(code, *self.tensors(5)))
+        self.assertEqual(self.entries.captured, captured + 1, "one attempt for each size")
         library, code = self.made(lambda a, b, out: [(*kernel, (a, b, out))] * 2)
         self.driver.set_backwards()
         self.assertFalse(self.is_entry(code, *self.tensors()))
@@ -594,17 +609,17 @@ class TestEntries(TestCase):
 
     def test_captures_beyond_a_start_are_earned_by_launches(self):
         library, code = self.made()
-        for k in range(300):  # each size twice
+        for k in range(500):  # each size twice
             tensors = self.tensors(4, k + 1)
             self.run_code(code, *tensors)
             self.run_code(code, *tensors)
         captured, launched = self.entries.captured, self.entries.launched
         self.assertLess(captured, 256 + launched // 5 + 2)
-        self.assertLess(launched, 400)
+        self.assertLess(captured, 450)
         tensors = self.tensors(4, 1)
         for _ in range(900):
             self.run_code(code, *tensors)
-        tensors = self.tensors(4, 300)
+        tensors = self.tensors(4, 500)
         self.assertEqual(len(self.run_code(code, *tensors)), 1)
 
     def test_errors_are_those_of_the_device_object(self):

@@ -76,20 +76,22 @@ typedef struct {
     Pool pool;
     Launch *launch;
     int launches, temporaries;
+    long site;                             /* of the first call with the key */
     PyObject *temporary[MOST_TEMPORARIES]; /* arguments of `empty` */
     PyObject *results;                     /* a row of them, or one: argument i; -1 - i: temporary i; None */
 } Entry;
 
 typedef struct {
     PyObject_HEAD
-    /* key -> an Entry; True: it was called; or a text: why it is no entry */
+    /* key -> an Entry; the site of its first call; or a text: why it is no entry */
     PyObject *entries;
     /* function of a kernel -> the offsets of pointers in its block, as bytes; or a text: why they aren't known */
     PyObject *functions;
-    PyObject *device;            /* with `enter`, `leave`, `elsewhere`, `temporaries`, `results`, `modes`, `empty` */
-    int kind;                    /* of the device, as torch numbers them */
-    unsigned pause;              /* calls that are not captured before the next attempt */
-    uint64_t number[REMEMBERED]; /* words that were no address when the driver was asked, by their hashes */
+    PyObject *device; /* with `enter`, `leave`, `elsewhere`, `temporaries`, `results`, `modes`, `empty` */
+    int kind;         /* of the device, as torch numbers them */
+    unsigned pause;   /* calls that are not captured before the next attempt */
+    unsigned char leads[REMEMBERED]; /* by site: other calls had the key that was new there last */
+    uint64_t number[REMEMBERED];     /* words that were no address when the driver was asked, by their hashes */
     unsigned long long captured, launched;
 } Calls;
 
@@ -737,25 +739,52 @@ long modes_of_calls(PyObject *calls) {
     return modes;
 }
 
+/* Finds what is known of a key, and notes the call. Returns 1 if it may be captured. `site`: that of the first call
+   with the key, which is this one if the key is new. */
+static int look_up(Calls *self, PyObject *key, PyObject **found, long *site) {
+    int leads = self->leads[*site];
+    *found = Py_XNewRef(PyDict_GetItemWithError(self->entries, key));
+    if (*found && Py_TYPE(*found) == entry_type) {
+        self->leads[((Entry *)*found)->site] = 1;
+        return 0;
+    }
+    if (*found && PyLong_CheckExact(*found)) {
+        *site = PyLong_AsLong(*found);
+        return self->leads[*site] = 1;
+    }
+    if (*found || PyErr_Occurred()) return 0;
+    self->leads[*site] = 0;
+    if (PyDict_GET_SIZE(self->entries) >= MOST_ENTRIES) PyDict_Clear(self->entries);
+    if ((*found = PyLong_FromLong(*site)) && PyDict_SetItem(self->entries, key, *found)) Py_CLEAR(*found);
+    return *found && leads;
+}
+
 PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject *names, PyObject *const *arguments,
-                      Py_ssize_t count, Handle stream) {
+                      Py_ssize_t count, const void *site, Handle stream) {
     Calls *self = (Calls *)calls;
     Extent operand[MOST_ARGUMENTS] = {{0}};
     Py_ssize_t operands;
     PyObject *key, *found, *result = NULL;
     Key made;
+    int is_entry, is_known;
+    long first = (long)((uintptr_t)site / sizeof site % REMEMBERED);
     if (!make_key(&made, self->kind, modes, function, names, arguments, count, operand, &operands)) return NULL;
     if (!(key = PyBytes_FromStringAndSize((const char *)made.bytes, (Py_ssize_t)made.used))) return NULL;
-    found = Py_XNewRef(PyDict_GetItemWithError(self->entries, key));
-    if (!found && !PyErr_Occurred()) {
-        if (PyDict_GET_SIZE(self->entries) >= MOST_ENTRIES) PyDict_Clear(self->entries);
-        PyDict_SetItem(self->entries, key, Py_True);
-    } else if (found == Py_True && self->pause) {
-        self->pause--;
-    } else if (found == Py_True && self->captured < START + self->launched / PAYS) {
-        Py_SETREF(found, make_entry(self, function, names, arguments, count, operand, operands));
-        if (found == Py_True) self->pause = PAUSE;
-        if (found && found != Py_True && PyDict_SetItem(self->entries, key, found)) Py_CLEAR(found);
+    if (look_up(self, key, &found, &first)) {
+        if (self->pause) {
+            self->pause--;
+        } else if (self->captured < START + self->launched / PAYS) {
+            Py_SETREF(found, make_entry(self, function, names, arguments, count, operand, operands));
+            is_entry = found && Py_TYPE(found) == entry_type;
+            /* a first call, whose site doesn't lead now, may fail for what it would load */
+            is_known = is_entry || (found && found != Py_True && self->leads[first]);
+            if (found == Py_True) self->pause = PAUSE;
+            if (is_entry)
+                ((Entry *)found)->site = first;
+            else
+                self->leads[first] = 0;
+            if (is_known && PyDict_SetItem(self->entries, key, found)) Py_CLEAR(found);
+        }
     }
     Py_DECREF(key);
     if (found && Py_TYPE(found) == entry_type)
@@ -806,7 +835,7 @@ static PyMemberDef calls_members[] = {
     {"captured", T_ULONGLONG, offsetof(Calls, captured), READONLY, "captures"},
     {"launched", T_ULONGLONG, offsetof(Calls, launched), READONLY, "calls that were launched"},
     {"entries", T_OBJECT, offsetof(Calls, entries), READONLY,
-     "by key; True for one that was called, or a text: why it is none"},
+     "by key; a number for one that was called, or a text: why it is none"},
     {"functions", T_OBJECT, offsetof(Calls, functions), READONLY,
      "offsets of pointers, as bytes, or why they aren't known, by handle"},
     {NULL}};

@@ -177,7 +177,8 @@ static PyObject *call(const Run *run, const CodeStep *step) {
     if (count > 16 && !(arguments = zeros(count, sizeof *arguments))) return NULL;
     while (i < count && (arguments[i] = object_at(run, step->operand[i]))) i++;
     if (i == count && step->kind == ENTRY && run->modes >= 0)
-        result = launch_call(run->of->calls, run->modes, step->function, step->names, arguments, count, run->stream);
+        result =
+            launch_call(run->of->calls, run->modes, step->function, step->names, arguments, count, step, run->stream);
     if (i == count && !result && !PyErr_Occurred())
         result = PyObject_Vectorcall(step->function, arguments, (size_t)(i - named), named ? step->names : NULL);
     if (arguments != few) PyMem_Free(arguments);

@@ -10,6 +10,8 @@ strides, types and alignments of its tensors, and a few modes. So a call is an e
 by these, which has its kernels. Calls of all layers, regions and sizes share entries.
 1. The first call with a key runs as it is, and loads what the library loads. The second is captured alone, on its own
    tensors, and its kernels are launched from the capture; all later ones are launched, with the addresses of theirs.
+   At a call site where the last new key had further calls, as in the first of several layers, a new key is captured at
+   its first call: the library chooses its kernels in the capture.
 2. The addresses in a kernel's parameters are a fact of its function. A function is learnt when it is first seen: the
    call is captured once more, with tensors and temporary memory at other addresses. Each word that differs has to be
    the address of one tensor, or of temporary memory, in both captures; a word that doesn't may not be an address of
