@@ -321,8 +321,11 @@ static int read_graph(Capture *capture, Handle graph) {
 }
 
 static PyObject *results_of(Calls *self, PyObject *const *arguments, Py_ssize_t count, PyObject *result) {
-    PyObject *given = tuple_of(arguments, count), *results = NULL;
-    if (given) results = PyObject_CallMethodObjArgs(self->device, name_results, result, given, NULL);
+    PyObject *given, *results = NULL;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (result == arguments[i]) return PyLong_FromSsize_t(i);
+    if ((given = tuple_of(arguments, count)))
+        results = PyObject_CallMethodObjArgs(self->device, name_results, result, given, NULL);
     Py_XDECREF(given);
     return results;
 }

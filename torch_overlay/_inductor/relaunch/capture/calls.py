@@ -177,10 +177,11 @@ class Device:
     def is_alone(self) -> bool:
         """True if no other thread of Python's that lives has asked. A thread of autograd's is listed once anything in
         it has asked for the current thread, as logging does."""
-        alive = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
-        me = threading.get_ident()
-        if me in alive:
-            self._threads = (self._threads & alive) | {me}
+        if len(self._threads) > 1 or not hasattr(self._mine, "handle"):  # else this thread has asked before
+            alive = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+            me = threading.get_ident()
+            if me in alive:
+                self._threads = (self._threads & alive) | {me}
         return len(self._threads) < 2
 
     def leave(self) -> None:
