@@ -1339,14 +1339,6 @@ class TestPolicy(TestCase):
             (forward, _), _ = self.compiled("relaunch", lambda x, w: (x @ w).exp(), args, backward=True)
         self.assertEqual(forward.saved_outputs, frozenset([1, 2]))
 
-    def test_partitions_are_numbered(self):
-        def fn(x):
-            count = x.sin().nonzero().sum()  # split off
-            return x.cos() + count
-
-        made, _ = self.compiled("relaunch", fn, lambda: [torch.randn(64, 64, device="cuda")])
-        self.assertEqual([code.name.rpartition(", ")[2] for code in made], ["partition 0", "partition 1"])
-
     def test_outputs_are_saved_by_a_forward(self):
         """Gradients after those that somebody looks at, and bases of views, are not."""
         CompiledNotes(visible_outputs=(0,)).put(graph := SimpleNamespace())
@@ -1354,19 +1346,6 @@ class TestPolicy(TestCase):
             known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
             code = notes.describe(graph, (), stack_traces=[""] * 3, **known)
             self.assertEqual(code.saved_outputs, frozenset(saved))
-
-    def test_off_is_off_for_inductor(self):
-        """It prepares nothing for graphs."""
-        from torch._inductor.utils import BoxedBool
-
-        for mode, expected in (("off", False), ("trees", True)):
-            wanted = BoxedBool(True)
-            original = mock.Mock(
-                side_effect=lambda *args, wanted=wanted, expected=expected: self.assertEqual(bool(wanted), expected)
-            )
-            with config.patch(cudagraphs=mode):
-                hooks.post_compile(original, None, [], None, {"cudagraphs": wanted})
-            original.assert_called_once()
 
     def test_trees_and_off(self):
         def args():
@@ -1388,15 +1367,6 @@ class TestPolicy(TestCase):
             with inductor_config.patch(cudagraph_policy=ours):
                 hooks.maybe_handle_backward_generation(lambda *a: called.append(a), "graph", "box")
         self.assertEqual(called, [("graph", "box")])
-
-    def test_options_are_no_part_of_the_cache_key(self):
-        from torch_overlay._inductor.cache_key import config_digest
-
-        digest = config_digest()
-        with config.patch(cudagraphs="off", cudagraph_verify=True, cudagraph_templates=3):
-            self.assertEqual(config_digest(), digest)
-        with config.patch(streams=False):
-            self.assertNotEqual(config_digest(), digest)
 
     def test_source_line(self):
         trace = '  File "/a/model.py", line 3, in forward\n    y = f(x)\n'
