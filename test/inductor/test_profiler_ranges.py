@@ -13,27 +13,12 @@ from torch._inductor.test_case import TestCase
 
 import form
 import prefetch_loop
-from stand_ins.relaunch_case import ADD, GpuTestCase, RelaunchTestCase
+from stand_ins.relaunch_case import ADD, GpuTestCase, RelaunchTestCase, SQUARES
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay.analysis import check
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-SQUARES = """
-def region(args):
-    saved = list(args)
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((512,), (1,), torch.float64)
-        torch.mul(x, x, out=out)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
 
 
 class Nvtx:
@@ -116,7 +101,7 @@ class TestLaunches(RelaunchTestCase):
         self.cut_into_stages()
         run = self.named(SQUARES, is_backward=True)
         for _ in range(3):
-            made = run([torch.full((512,), float(k), dtype=torch.float64) for k in range(6)])
+            made = run([*[torch.full((512,), float(k), dtype=torch.float64) for k in range(6)], 512])
             self.assertEqual([float(t[0]) for t in made], [25, 16, 9, 4, 1, 0])
         stages = len(self.device.arrangements[-1].stages)
         self.assertGreater(stages, 1)

@@ -27,7 +27,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 from generated_text import normalised
-from stand_ins.relaunch_case import GpuTestCase, RelaunchTestCase, run_in_threads
+from stand_ins.relaunch_case import CompilingTestCase, GpuTestCase, RelaunchTestCase, run_in_threads
 from stand_ins.relaunch_host import generated, host_as_gpu
 from torch_overlay import config, cudagraphs
 from torch_overlay._inductor.relaunch import causes, coverage, policy, runners
@@ -274,24 +274,10 @@ class TestOnTheHost(RelaunchTestCase):
         self.assertIsNone(policy._thread.graph)
 
 
-class Compiling(TestCase):
-    """Compiles for a simulated GPU."""
-
-    def setUp(self):
-        super().setUp()
-        counters.clear()
-        causes._refused.clear()
-
-    def compiled(self, fn, *shapes, used=POLICY, backward=False, device="cuda", dynamic=None, **options):
+class Compiling(CompilingTestCase):
+    def compiled(self, fn, *shapes, used=POLICY, **options):
         """What was described for relaunches, and the generated code."""
-        changed = {"cudagraph_policy": used, **options}
-        with simulated_gpu(), inductor_config.patch(changed):
-            inputs = [torch.randn(shape, device=device, requires_grad=backward) for shape in shapes or [(16, 64)]]
-            seen = compile_only(fn, *inputs, mode="reduce-overhead", backward=backward, dynamic=dynamic)
-        return [graph.get("relaunch") or "tree" for graph in seen.cudagraphs], seen.wrappers
-
-    def refused(self):
-        return [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
+        return super().compiled(fn, *shapes, cudagraph_policy=used, **options), self.seen.wrappers
 
 
 class TestCompiled(Compiling):
@@ -342,7 +328,7 @@ class TestCompiled(Compiling):
         )
         for used in POLICIES:
             for fn, options, reason, text in cases:
-                causes._refused.clear()
+                self.forget_refusals()
                 self.assertEqual(self.compiled(fn, used=used, **options)[0], [])
                 self.assertEqual(self.refused(), [(reason, "inference")])
                 self.assertRegex(causes.refusals()[0], text)

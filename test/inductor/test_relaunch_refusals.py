@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import CompilingTestCase, region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
@@ -25,27 +24,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNo
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
-class RefusalTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        counters.clear()
-        causes._refused.clear()
-
-    def refused(self):
-        """(reason, name of the code) of each; the counter agrees."""
-        found = [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
-        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), causes.refusals())
-        return found
-
-    def compiled(self, fn, *shapes, backward=False, mode="relaunch", **options):
-        """The graphs that were made, in the words of `describe`, and "tree" for those of upstream."""
-        with simulated_gpu(), config.patch(cudagraphs=mode), inductor_config.patch(options):
-            inputs = [torch.randn(shape, device="cuda", requires_grad=backward) for shape in shapes or [(16, 64)]]
-            self.seen = compile_only(fn, *inputs, mode="reduce-overhead", backward=backward)
-        return [graph.get("relaunch") or "tree" for graph in self.seen.cudagraphs]
-
-
-class TestOfInductor(RefusalTestCase):
+class TestOfInductor(CompilingTestCase):
     def test_reason_is_told_for_forward_and_backward(self):
         made = self.compiled(torch.sin, backward=True, force_disable_cudagraph_TESTING_ONLY=True)
         self.assertEqual(made, [])
@@ -55,8 +34,7 @@ class TestOfInductor(RefusalTestCase):
     def test_backward_does_without_its_forward(self):
         """Trees must have both or neither."""
         for mode, graphs in (("relaunch", 1), ("trees", 0)):
-            causes._refused.clear()
-            counters.clear()
+            self.forget_refusals()
             with simulated_gpu() as gpu, config.patch(cudagraphs=mode):
                 x = torch.randn(4, device="cuda", requires_grad=True)
                 before = len(gpu.cudagraphs)
@@ -182,7 +160,7 @@ class TestOfCalls(RelaunchTestCase):
             check_libraries(graph("triton_poi_fused_0", name))
 
 
-class TestDistributed(RefusalTestCase):
+class TestDistributed(CompilingTestCase):
     """In one process: the other rank is made up."""
 
     def setUp(self):
