@@ -125,9 +125,10 @@ class TestCacheKey(TestCase):
     def test_whose_graphs_the_code_is_for(self, key) -> None:
         """Collectives, buffers and donations are arranged for the graphs that were asked for."""
         options = ({}, {"cudagraphs": "trees"}, {"cudagraphs": "off"}, {"cudagraph_concurrency": False})
+        none = ({"cudagraph_verify": True}, {"cudagraph_templates": 3})  # for which nothing is arranged
         for asked, count in ((True, 4), (False, 1)):
             keys = set()
-            for changed in options:
+            for changed in (*options, *none):
                 with torch._inductor.config.patch({"triton.cudagraphs": asked}), config.patch(**changed):
                     keys.add(key(graph()))
             self.assertEqual(len(keys), count)

@@ -140,23 +140,21 @@ region0.leave(is_aliased0);""",
         self.assertEqual(made.returncode, 0, made.stderr[:3000])
 
 
-class Waits(torch.nn.Module):
-    """A branch that is forked and joined by `wait_stream`, which upstream's AOTInductor refuses."""
-
+class OnStreams(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.side = torch.cuda.Stream()
+        self.side, self.other, self.event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+
+
+class Waits(OnStreams):
+    """A branch that is forked and joined by `wait_stream`, which upstream's AOTInductor refuses."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return corpus.forked(self.side)(x, x)
 
 
-class NeverJoined(torch.nn.Module):
+class NeverJoined(OnStreams):
     """A side stream that waits for nothing, and that nothing waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side = torch.cuda.Stream()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(self.side):
@@ -164,27 +162,22 @@ class NeverJoined(torch.nn.Module):
         return y
 
 
-class WaitsForTheCaller(torch.nn.Module):
+class WaitsForTheCaller(OnStreams):
     """It waits for an event that somebody else records."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.side, self.begun = torch.cuda.Stream(), torch.cuda.Event()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.begun.wait(self.side)
+        self.event.wait(self.side)
         with torch.cuda.stream(self.side):
             y = (x * 2).sum(0)
         torch.cuda.current_stream().wait_stream(self.side)
         return y
 
 
-class Written(torch.nn.Module):
+class Written(OnStreams):
     """An input and a buffer that a side stream writes, and weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = torch.cuda.Stream()
         self.weight = torch.nn.Parameter(torch.empty(64, 64, device="cuda"), requires_grad=False)
         self.register_buffer("state", torch.empty(64, 64, device="cuda"))
 
@@ -199,12 +192,11 @@ class Written(torch.nn.Module):
         return y @ x
 
 
-class Folded(torch.nn.Module):
+class Folded(OnStreams):
     """Weights from which a side stream computes a constant."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = torch.cuda.Stream()
         self.weight = torch.nn.Parameter(torch.empty(64, 64, device="cuda"), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -216,12 +208,8 @@ class Folded(torch.nn.Module):
         return y + z
 
 
-class Blocks(torch.nn.Module):
+class Blocks(OnStreams):
     """Two side streams that wait for each other, block after block, and values that only one of them reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side, self.other = torch.cuda.Stream(), torch.cuda.Stream()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         current = torch.cuda.current_stream()
@@ -243,19 +231,15 @@ class Blocks(torch.nn.Module):
         return y @ w, z
 
 
-class Synchronizes(torch.nn.Module):
+class Synchronizes(OnStreams):
     """The host waits for an event that the program records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side, self.done = torch.cuda.Stream(), torch.cuda.Event()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             y = (x @ x).relu()
-            self.done.record()
-        self.done.synchronize()
+            self.event.record()
+        self.event.synchronize()
         return y @ x
 
 

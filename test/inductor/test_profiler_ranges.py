@@ -13,27 +13,12 @@ from torch._inductor.test_case import TestCase
 
 import form
 import prefetch_loop
-from stand_ins.relaunch_case import ADD, GpuTestCase, RelaunchTestCase
+from stand_ins.relaunch_case import ADD, GpuTestCase, RelaunchTestCase, SQUARES
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.launch.relaunch import Misaligned
 from torch_overlay.analysis import check
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-SQUARES = """
-def region(args):
-    saved = list(args)
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((512,), (1,), torch.float64)
-        torch.mul(x, x, out=out)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
 
 
 class Nvtx:
@@ -91,25 +76,18 @@ class TestLaunches(RelaunchTestCase):
         self.assertEqual(self.nvtx.depth, 0)
         return self.nvtx.seen[before:]
 
+    def named(self, source: str = ADD, nvtx: bool | None = True, **options: Any) -> Any:
+        with config.patch(nvtx=nvtx):
+            return self.runner(source, **options)
+
     def test_launch_names_its_region_and_the_nodes(self) -> None:
-        with config.patch(nvtx=True):
-            run = self.runner(ADD)
-        self.assertEqual(self.calls(run, 1), [])  # no graph yet
-        self.assertEqual(self.calls(run, 4), ["a region, graph of 2 nodes"] * 4)
-
-    def test_launch_stays_named_when_static_inputs_keep_moving(self) -> None:
-        with config.patch(nvtx=True):
-            run = self.runner(ADD, static=[1])
-        self.assertEqual(len(self.calls(run, 8)), 7)
-
-    def test_launch_that_is_verified_is_named(self) -> None:
-        with config.patch(nvtx=True):
-            run = self.runner(ADD, verify=True)
-        self.assertEqual(len(self.calls(run, 3)), 2)
+        for options in ({}, {"static": [1]}, {"verify": True}):  # static inputs keep moving here
+            run = self.named(**options)  # type: ignore[arg-type]
+            self.assertEqual(self.calls(run, 1), [])  # no graph yet
+            self.assertEqual(self.calls(run, 7), ["a region, graph of 2 nodes"] * 7)
 
     def test_range_ends_when_the_launch_raises(self) -> None:
-        with config.patch(nvtx=True):
-            run = self.runner(ADD)
+        run = self.named()
         self.calls(run, 2)
         x, w = torch.randn(17)[1:].view(4, 4), torch.randn(4, 4)
         (state,) = run.states.values()
@@ -121,10 +99,9 @@ class TestLaunches(RelaunchTestCase):
 
     def test_stages_have_their_numbers(self) -> None:
         self.cut_into_stages()
-        with config.patch(nvtx=True):
-            run = self.runner(SQUARES, is_backward=True)
+        run = self.named(SQUARES, is_backward=True)
         for _ in range(3):
-            made = run([torch.full((512,), float(k), dtype=torch.float64) for k in range(6)])
+            made = run([*[torch.full((512,), float(k), dtype=torch.float64) for k in range(6)], 512])
             self.assertEqual([float(t[0]) for t in made], [25, 16, 9, 4, 1, 0])
         stages = len(self.device.arrangements[-1].stages)
         self.assertGreater(stages, 1)
@@ -139,8 +116,7 @@ class TestLaunches(RelaunchTestCase):
 
     def test_launch_without_the_option_is_that_of_the_c_module(self) -> None:
         for value, is_named in ((None, False), (True, True)):
-            with config.patch(nvtx=value):
-                run = self.runner(ADD)
+            run = self.named(nvtx=value)
             self.calls(run, 3)
             ((state,), try_launch) = run.states.values(), run.states.try_launch
             self.assertEqual(try_launch != state.relaunch.call.try_launch, is_named)

@@ -553,26 +553,20 @@ class TestEntries(TestCase):
         self.assertFalse(self.is_entry(code, *self.tensors()))
         self.assertEqual([*self.entries.entries.values()], ["its launches are in no known order"])
 
-    def test_fills_are_launched(self):
+    def test_fills_and_copies_are_launched(self):
         def launches(size, a, b, out):
-            return [(MEMSET, 0, size, (out, 7, 12, 1)), *product(a, b, out)]
+            first = (MEMSET, 0, size, (out, 7, 12, 1)) if size else (MEMCPY, 0, 0, (out, a, 48, 1))
+            return [first, *product(a, b, out)]
 
-        for size in (1, 2, 4):
+        for size in (0, 1, 2, 4):
             library, code = self.made(functools.partial(launches, size))
             self.run_code(code, *self.tensors())
-            tensors = self.tensors()
-            fill, launched = self.run_code(code, *tensors)
-            self.assertEqual(fill, (size, 0, STREAM, 0, [tensors[-1].data_ptr(), 7, 12]))
-            self.assertEqual(launched, (0x1004, 4, STREAM, 0, self.words(tensors, 3)))
-
-    def test_copies_are_launched(self):
-        library, code = self.made(lambda a, b, out: [(MEMCPY, 0, 0, (out, a, 48, 1)), *product(a, b, out)])
-        self.run_code(code, *self.tensors())
-        for _ in range(2):
-            tensors = a, b, out = self.tensors()
-            copied, launched = self.run_code(code, *tensors)
-            self.assertEqual(copied, (0, 0, STREAM, 0, [out.data_ptr(), a.data_ptr(), 48]))
-            self.assertEqual(launched, (0x1004, 4, STREAM, 0, self.words(tensors, 3)))
+            for _ in range(2):
+                tensors = a, b, out = self.tensors()
+                first, launched = self.run_code(code, *tensors)
+                words = [out.data_ptr(), 7, 12] if size else [out.data_ptr(), a.data_ptr(), 48]
+                self.assertEqual(first, (size, 0, STREAM, 0, words))
+                self.assertEqual(launched, (0x1004, 4, STREAM, 0, self.words(tensors, 3)))
 
     def test_empty_nodes_launch_nothing(self):
         library, code = self.made(lambda a, b, out: [(EMPTY, 0, 1, ()), *product(a, b, out)])
@@ -587,15 +581,12 @@ class TestEntries(TestCase):
         self.assertEqual(self.run_code(code, *tensors), [(0x1003, 1, STREAM, 4 << 8 | 2, self.words(tensors))])
 
     def test_capture_that_fails_leaves_the_call_as_it_is(self):
-        for fail in (lambda library: setattr(library, "fails", True), lambda _: self.driver.set_broken(1)):
+        for broken in (0, 1, 2):  # the function, the capture's end, its begin
             library, code = self.made()
-            fail(library)
+            library.fails = not broken
+            self.driver.set_broken(broken)
             self.assertFalse(self.is_entry(code, *self.tensors()))
             self.assertEqual((library.called, library.entered), (3, 0))
-        library, code = self.made()
-        self.driver.set_broken(2)  # no capture can be begun
-        self.assertFalse(self.is_entry(code, *self.tensors()))
-        self.assertEqual((library.called, library.entered), (3, 0))
 
     def test_call_is_captured_later_if_another_capture_is_under_way(self):
         library, code = self.made()

@@ -60,16 +60,25 @@ def pointer(address):
     return struct.pack("<Q", address)
 
 
-def kernel(index, *values, func=7, blocks=1):
-    parameters, at = [], 0
-    for value in values:
-        parameters.append((at, value))
+def kernel(index, *parameters, func=7, blocks=1):
+    """A node, and its pointer slots. A parameter is bytes, the (region, byte) of a pointer, or a list of such."""
+    values, slots, at = [], [], 0
+    for p, parts in enumerate(parameters):
+        value = b""
+        for part in parts if isinstance(parts, list) else [parts]:
+            if isinstance(part, tuple):
+                slots.append(PointerSlot(index, p, len(value), *part))
+                part = pointer(AT.get(part[0], DEVICE) + part[1])
+            value += part
+        values.append((at, value))
         at += len(value)
-    return KernelNode(index, 100 + index, f"k{index}", func, 0, 0, (blocks, 1, 1), (32, 1, 1), 0, tuple(parameters))
+    node = KernelNode(index, 100 + index, f"k{index}", func, 0, 0, (blocks, 1, 1), (32, 1, 1), 0, tuple(values))
+    return node, slots
 
 
-def template(*nodes, slots=()):
-    return Template(8, tuple(nodes), tuple(PointerSlot(*s) for s in slots))
+def template(*kernels):
+    nodes, slots = zip(*kernels)
+    return Template(8, nodes, tuple(slot for each in slots for slot in each))
 
 
 class TestEdges(unittest.TestCase):
@@ -173,28 +182,17 @@ class TestUses(unittest.TestCase):
         )
 
     def test_kernels_of_inductor(self):
-        made = template(
-            kernel(0, pointer(AT[0]), pointer(AT[3]), struct.pack("<I", 5), blocks=9),
-            kernel(1, pointer(AT[0]), func=8),
-            slots=[(0, 0, 0, 0, 0), (0, 1, 0, 3, 0), (1, 0, 0, 0, 0)],
-        )
+        made = template(kernel(0, (0, 0), (3, 0), struct.pack("<I", 5), blocks=9), kernel(1, (0, 0), func=8))
         self.assertEqual(self.uses(made, {7: "rws"}), [use({CALLER}, {3}, 9), None])
 
     def test_letters_that_do_not_fit_tell_nothing(self):
-        made = template(kernel(0, pointer(AT[3])), slots=[(0, 0, 0, 3, 0)])
-        self.assertEqual(self.uses(made, {7: "rw"}), [None])
+        self.assertEqual(self.uses(template(kernel(0, (3, 0))), {7: "rw"}), [None])
 
     def test_what_is_read_and_written_is_written(self):
-        made = template(kernel(0, pointer(AT[3]), pointer(AT[3])), slots=[(0, 0, 0, 3, 0), (0, 1, 0, 3, 64)])
-        self.assertEqual(self.uses(made, {7: "rw"}), [use((), {3})])
+        self.assertEqual(self.uses(template(kernel(0, (3, 0), (3, 64))), {7: "rw"}), [use((), {3})])
 
     def test_inputs_may_share_memory(self):
-        made = template(
-            kernel(0, pointer(AT[0]), pointer(AT[4])),
-            kernel(1, pointer(AT[5]), pointer(AT[1])),
-            slots=[(0, 0, 0, 0, 0), (0, 1, 0, 4, 0), (1, 0, 0, 5, 0), (1, 1, 0, 1, 0)],
-        )
-        reads, writes = self.uses(made, {7: "rw"})
+        reads, writes = self.uses(template(kernel(0, (0, 0), (4, 0)), kernel(1, (5, 0), (1, 0))), {7: "rw"})
         self.assertTrue(reads.conflicts(writes))
         self.assertTrue(writes.conflicts(reads))
 
@@ -204,9 +202,7 @@ class TestUses(unittest.TestCase):
         self.assertEqual(self.uses(made, {7: "rrw"}), [use({OUTSIDE}, ())])
 
     def test_matrix_product(self):
-        values = pointer(AT[0]) + pointer(AT[2]) + pointer(AT[3]) + struct.pack("<4I", 64, 1024, 0, 1)
-        slots = [(0, 0, 8 * i, region, 0) for i, region in enumerate((0, 2, 3))]
-        made = template(kernel(0, values, func=1), slots=slots)
+        made = template(kernel(0, [(0, 0), (2, 0), (3, 0), struct.pack("<4I", 64, 1024, 0, 1)], func=1))
         product = Product(0, 1, ((AT[0], 1000), (AT[2], 1000)), ((AT[3], 1000),))
         self.assertEqual(self.uses(made, products=[product]), [use({CALLER, 2}, {3})])
         self.assertEqual(self.uses(made), [None])
@@ -214,15 +210,14 @@ class TestUses(unittest.TestCase):
         self.assertEqual(self.uses(made, products=[into_its_operand]), [use({CALLER, 3}, {2})])
 
     def test_operand_that_is_the_result_too(self):
-        made = template(kernel(0, pointer(AT[2]) + pointer(AT[0]), func=1), slots=[(0, 0, 0, 2, 0), (0, 0, 8, 0, 0)])
+        made = template(kernel(0, [(2, 0), (0, 0)], func=1))
         product = Product(0, 1, ((AT[2], 8),), ((AT[0], 8),))
         self.assertEqual(self.uses(made, products=[product]), [use({2}, {CALLER})])
         self.assertEqual(self.uses(made, products=[Product(0, 1, ((AT[2], 8),), ())]), [use({2}, {CALLER})])
 
     def test_operand_and_result_in_one_region(self):
         """What operators returned lies in one region, where the program puts other results later."""
-        slots = [(0, 0, 0, 2, 0), (0, 0, 8, 2, 4096)]
-        made = template(kernel(0, pointer(AT[2]) + pointer(AT[2] + 4096), func=1), slots=slots)
+        made = template(kernel(0, [(2, 0), (2, 4096)], func=1))
         operand, result = (AT[2], 512), (AT[2] + 4096, 512)
         product = Product(0, 1, (operand,), (result,))
         self.assertEqual(self.uses(made, products=[product]), [use((), {2})])
@@ -231,43 +226,35 @@ class TestUses(unittest.TestCase):
         self.assertEqual(self.uses(made, products=[product], results=[(AT[2], 8192)]), [use((), {(2, AT[2])})])
 
     def test_what_was_returned_at_one_address_after_another(self):
-        made = template(
-            kernel(0, pointer(AT[2] + 600)),
-            kernel(1, pointer(AT[2] + 1500)),
-            slots=[(0, 0, 0, 2, 600), (1, 0, 0, 2, 1500)],
-        )
+        made = template(kernel(0, (2, 600)), kernel(1, (2, 1500)))
         results = [(AT[2] + 500, 1000), (AT[2], 600), (AT[2] + 1500, 8), (DEVICE, 8)]
-        self.assertEqual(
-            self.uses(made, {7: "w"}, results=results), [use((), {(2, AT[2])}), use((), {(2, AT[2] + 1500)})]
-        )
+        found = self.uses(made, {7: "w"}, results=results)
+        self.assertEqual(found, [use((), {(2, AT[2])}), use((), {(2, AT[2] + 1500)})])
 
     def test_memory_that_the_program_does_not_know(self):
         """A library's, or Triton's: it may be where something was returned at another time, and be larger."""
         places = {2, (2, AT[2]), (2, AT[2] + 4096)}
         results = [(AT[2], 512), (AT[2] + 4096, 512)]
-        made = template(kernel(0, pointer(AT[2] + 4096)), slots=[(0, 0, 0, 2, 4096)])
+        made, elsewhere = template(kernel(0, (2, 4096))), template(kernel(0, (2, 8192)))
         self.assertEqual(self.uses(made, {7: "h"}, results=results), [use((), places)])
         self.assertEqual(self.uses(made, products=[Product(0, 1, (), ())], results=results), [use((), places)])
-        elsewhere = template(kernel(0, pointer(AT[2] + 8192)), slots=[(0, 0, 0, 2, 8192)])
         self.assertEqual(self.uses(elsewhere, {7: "r"}, results=results), [use(places, ())])
 
     def test_bytes_of_a_fill(self):
         results = [(AT[2], 512), (AT[2] + 4096, 512)]
         for at, extent, places in ((4000, 64, {2}), (4000, 97, {2, (2, AT[2] + 4096)}), (0, 8, {2, (2, AT[2])})):
-            made = template(kernel(0, pointer(AT[2] + at)), slots=[(0, 0, 0, 2, at)])
+            made = template(kernel(0, (2, at)))
             self.assertEqual(self.uses(made, {7: "w"}, results=results, extents={0: extent}), [use((), places)])
-        made = template(kernel(0, pointer(AT[1])), slots=[(0, 0, 0, 1, 0)])
-        self.assertEqual(self.uses(made, {7: "w"}, extents={0: 8}), [use((), {CALLER})])
+        self.assertEqual(self.uses(template(kernel(0, (1, 0))), {7: "w"}, extents={0: 8}), [use((), {CALLER})])
 
     def test_numbers_of_the_generator(self):
         """Pointer slots that stay with the graph are nobody's region."""
-        slots = [(0, 0, 0, FIXED, 8), (0, 0, 8, 2, 0)]
-        made = template(kernel(0, pointer(DEVICE) + pointer(AT[2]), func=1), slots=slots)
+        made = template(kernel(0, [(FIXED, 8), (2, 0)], func=1))
         self.assertEqual(self.uses(made, products=[Product(0, 1, ((AT[2], 8),), ())]), [use({2}, {CALLER})])
 
     def test_memory_of_the_library(self):
         """Two products that a library gives one buffer of its own aren't independent."""
-        made = template(kernel(0, pointer(AT[2]) + pointer(DEVICE), func=1), slots=[(0, 0, 0, 2, 0)])
+        made = template(kernel(0, [(2, 0), pointer(DEVICE)], func=1))
         product = Product(0, 1, ((AT[2], 8),), ())
         self.assertEqual(self.uses(made, products=[product], device={DEVICE}), [use({2}, {OUTSIDE})])
         self.assertEqual(self.uses(made, products=[product]), [use({2}, ())])
@@ -282,15 +269,14 @@ class TestUses(unittest.TestCase):
 
     def test_other_nodes_are_unknown(self):
         copy = CopyNode(0, 100, (CopySide(AT[3], 8, 1), CopySide(AT[2], 8, 1)), 8, 1, 1)
-        self.assertEqual(self.uses(template(copy), products=[Product(0, 1, (), ())]), [None])
+        self.assertEqual(self.uses(template((copy, ())), products=[Product(0, 1, (), ())]), [None])
 
     def test_a_chain_is_relaxed(self):
-        nodes = [kernel(0, pointer(AT[0]), pointer(AT[3])), kernel(1, pointer(AT[0]), pointer(AT[4]))]
-        slots = [(i, 0, 0, 0, 0) for i in range(2)] + [(0, 1, 0, 3, 0), (1, 1, 0, 4, 0)]
+        made = template(kernel(0, (0, 0), (3, 0)), kernel(1, (0, 0), (4, 0)))
         known = {"inputs": 2, "letters": {7: "rw"}, "products": [], "results": [], "segments": SEGMENTS}
         known |= {"is_device_memory": bool, "room": lambda node: ROOM, "extent": lambda node: None}
-        self.assertEqual(relaxed(template(*nodes, slots=slots), chain(2), **known), [])
-        self.assertIsNone(relaxed(template(*nodes, slots=slots), [], **known))
+        self.assertEqual(relaxed(made, chain(2), **known), [])
+        self.assertIsNone(relaxed(made, [], **known))
 
 
 class TestParameters(unittest.TestCase):
@@ -392,9 +378,7 @@ class TestRegions(RelaunchTestCase):
         (captured,) = seen
         self.assertEqual([(p.first, p.end) for p in captured.products], [(0, 1), (1, 2), (3, 4)])
         at = {s.address: s.region for s in captured.segments}
-        regions = [
-            [[at[address] for address, _ in ranges] for ranges in (p.reads, p.writes)] for p in captured.products
-        ]
+        regions = [[[at[address] for address, _ in each] for each in (p.reads, p.writes)] for p in captured.products]
         q, k = regions[0][1], regions[1][1]
         self.assertEqual(regions[:2], [[[0, 1], q], [[3, 0, 2], k]])
         self.assertEqual(regions[2][0], q + k)

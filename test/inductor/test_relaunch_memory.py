@@ -30,14 +30,7 @@ from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.launch import relaunch
 from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
-from torch_overlay._inductor.relaunch.memory.outputs import (
-    Given,
-    OfStorage,
-    place,
-    Repeated,
-    Storage,
-    TensorView,
-)
+from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, place, Repeated, Storage, TensorView
 from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.runner import COPY_SETTER
 from torch_overlay._inductor.relaunch.verify import Verified
@@ -277,12 +270,9 @@ class TestScratch(RelaunchTestCase):
 
     def test_slabs_are_no_larger_than_a_segment_of_the_allocator(self):
         """Three temporaries at once: each has a slab, and none of them is an output."""
-        source = CHAIN.replace("        x = y\n", "        old, x = x, y\n").replace(
-            "torch.mul(x, 2,", "torch.mul(x, old,"
-        )
+        source = CHAIN.replace("x = y\n", "old, x = x, y\n").replace("torch.mul(x, 2,", "torch.mul(x, old,")
         source = source.replace("torch.add(x, i,", "torch.add(x, old, alpha=i,")
-        source = source.replace("    for i", "    old = x\n    for i")
-        run = self.runner(source)
+        run = self.runner(source.replace("    for i", "    old = x\n    for i"))
         with mock.patch.object(arrange, "SMALL", 0), mock.patch.object(packing, "SLAB", 64 * 64 * 4):
             for _ in range(4):
                 x = torch.rand(64, 64)
@@ -304,18 +294,14 @@ class TestScratch(RelaunchTestCase):
 
     def test_temporary_that_somebody_keeps_is_refused(self):
         kept = []
-        source = CHAIN.replace("        x = y\n", "        x = y\n        keep(y)\n")
-        run = self.runner(source, keep=kept.append)
+        run = self.runner(CHAIN.replace("x = y\n", "x = y; keep(y)\n"), keep=kept.append)
         for _ in range(3):
             run([torch.randn(64, 64)])
         self.assertEqual(self.counted("relaunches"), 0)
         self.assertIn("[kept]", causes.refusals()[-1])
 
     def test_garbage_is_no_reason_to_refuse(self):
-        source = CHAIN.replace(
-            "        x = y\n", "        x = y\n        cycle = [y]; cycle.append(cycle); del cycle\n"
-        )
-        run = self.runner(source)
+        run = self.runner(CHAIN.replace("x = y\n", "x = y; cycle = [y]; cycle.append(cycle); del cycle\n"))
         for _ in range(4):
             x = torch.randn(64, 64)
             self.assertEqual(run([x])[0], (x + sum(range(12))) * 2)
@@ -380,17 +366,25 @@ class TestStages(RelaunchTestCase):
         self.assertEqual(watched.call_count, 1, "to watch each operator takes longer than the run")
 
     def test_results_are_those_of_the_whole(self):
-        run = self.backward()
-        run(backward_inputs())
-        for _ in range(5):
-            inputs = backward_inputs()
-            held = inputs[9]
-            self.assertIs(self.check(run, inputs)[-2], held)
-        self.assertGreater(len(self.stages()), 2)
-        self.assertEqual(self.counted("captures"), 1)
-        self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
-        for stage in self.stages():  # scratch of one stage alone is passed to no other
-            self.assertTrue(set(stage.gives).isdisjoint(stage.drops))
+        for hazard, options in (
+            ("all inputs move", {}),
+            ("a static input moves", {"static": [8]}),
+            ("verified", {"verify": True}),
+        ):
+            with self.subTest(hazard):
+                counters.clear()
+                run = self.backward(**options)
+                run(backward_inputs())
+                for _ in range(5):
+                    inputs = backward_inputs()
+                    held = inputs[9]
+                    self.assertIs(self.check(run, inputs)[-2], held)
+                self.assertEqual(isinstance(run.states[()].relaunch, Verified), "verify" in options)
+                self.assertGreater(len(self.stages()), 2)
+                self.assertEqual(self.counted("captures"), 1)
+                self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
+                for stage in self.stages():  # scratch of one stage alone is passed to no other
+                    self.assertTrue(set(stage.gives).isdisjoint(stage.drops))
 
     def test_backward_that_writes_over_what_was_saved(self):
         """One stage leaves there what a later one reads."""
@@ -500,8 +494,7 @@ class TestStages(RelaunchTestCase):
             self.assertEqual(list(run(list(inputs))), self.deferred(inputs))
         stages = self.stages()
         self.assertGreater(len(stages), 1)
-        slots = [(k, slot) for k, stage in enumerate(stages) for slot in stage.gives]
-        crossing = [(k, slot) for k, slot in slots if slot >= 9 + 8]
+        crossing = [(k, slot) for k, stage in enumerate(stages) for slot in stage.gives if slot >= 9 + 8]
         ends = {slot: k for k, stage in enumerate(stages) for slot in stage.drops}
         pairs = [(k, ends[slot]) for k, slot in crossing]
         self.assertEqual(len(pairs), len(set(pairs)))
@@ -572,14 +565,6 @@ class TestStages(RelaunchTestCase):
                 run([*slab.unbind(), torch.randn(64, 64), torch.randn(64, 64)])
         self.assertEqual(self.stages(), ())
 
-    def test_verified(self):
-        run = self.backward(verify=True)
-        run(backward_inputs())
-        for _ in range(5):
-            self.check(run)
-        self.assertIsInstance(run.states[()].relaunch, Verified)
-        self.assertGreater(len(self.stages()), 2)
-
     def test_misaligned_input_is_found_before_the_first_stage(self):
         run = self.warmed()
         for _ in range(3):
@@ -614,12 +599,6 @@ class TestStages(RelaunchTestCase):
             with mock.patch.object(arrange, "GAIN", at_once - cut + more):
                 self.warmed()
             self.assertEqual(bool(self.stages()), are_cut)
-
-    def test_static_input_that_moves(self):
-        run = self.backward(static=[8])
-        for _ in range(6):
-            self.check(run)
-        self.assertEqual(self.counted("captures"), 1)
 
     def test_no_memory_in_the_middle(self):
         run = self.warmed()
@@ -712,10 +691,9 @@ class TestChunks(unittest.TestCase):
     def test_nothing_is_lost_in_holes(self, rows, holes):
         sizes = [512 * size for size, _ in rows]
         recipes = [vector(i, 512 * n, torch.float16 if half else torch.float32) for i, (n, half) in enumerate(rows)]
+        every, holes = range(len(rows)), [512 * hole for hole in holes]
         with mock.patch.object(outputs, "HOLE", 512):
-            moved, storages, places = place(
-                recipes, sizes, frozenset(range(len(rows))), range(len(rows)), holes=[512 * hole for hole in holes]
-            )
+            moved, storages, places = place(recipes, sizes, frozenset(every), every, holes=holes)
         self.assertEqual(sum(s.size for s in storages), sum(sizes))
         taken = sorted((number, offset, offset + size) for (number, offset), size in zip(places, sizes, strict=True))
         for before, after in itertools.pairwise(taken):
@@ -727,12 +705,9 @@ class TestChunks(unittest.TestCase):
             self.assertLessEqual(storages[number].size, 2 * 4096 if is_slab else max(4096, *sizes))
 
     def test_each_chunk_has_one_type_and_small_things_go_together(self):
-        recipes, sizes = [], []
-        for i in range(16):
-            recipes.append(vector(i, 2048, torch.bfloat16 if i % 2 else torch.float32))
-            sizes.append(2048)
+        recipes = [vector(i, 2048, torch.bfloat16 if i % 2 else torch.float32) for i in range(16)]
         recipes += [vector(16, 16, torch.int64), vector(17, 16, torch.uint8)]
-        sizes += [16, 16]
+        sizes = [2048] * 16 + [16] * 2
         _, storages, places = place(recipes, sizes, frozenset(range(18)), range(18))
         for recipe, (number, _) in zip(recipes, places):
             if storages[number].dtype not in (None, torch.uint8):

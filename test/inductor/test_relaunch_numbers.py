@@ -59,24 +59,31 @@ class NumbersTestCase(RelaunchTestCase):
 
 
 class TestNumbers(NumbersTestCase):
-    def test_one_graph_for_all_values(self):
-        fn = self.region()
-        self.check(fn, range(10))
-        self.assertEqual(fn.outside, {"warm-up": 1})
+    def test_one_graph_computes_what_the_code_does(self):
+        """Of values that no parameter of the graph can hold, the code itself is called."""
+        floats = (0.5, 2.0, 0.0, -0.0, math.inf, 1e-310, 0.1, -3.5)
+        for expression, letter, values, without_graph in (
+            ("n", "l", range(10), 0),
+            ("2 * n - (n + 7) // 3 + n % 5 - (-n)", "l", range(-9, 9), 0),
+            ("n", "d", floats, 0),  # with their bits
+            ("n / 4 + 0.5", "d", range(6), 0),
+            ("n / 4", "d", (1, 2, 2**53, 2**53 + 1, 2**60 + 1, 3), 2),  # two are no float
+            ("n * n % 7", "l", (2, 3, 2**40, 4), 1),  # one is too large
+            ("n", "l", (2, 3, True, 4), 1),  # one is of another type
+        ):
+            with self.subTest(expression, values=values):
+                counters.clear()
+                fn = self.region(expression, letter)
+                self.check(fn, values, eval(f"lambda n: {expression}"))
+                self.assertEqual(fn.outside, {"warm-up": 1, **({"number": without_graph} if without_graph else {})})
+
+    def test_verified(self):
+        self.check(self.region("n + 1", verify=True), range(5), lambda n: n + 1)
 
     def test_region_without_a_key_is_launched_at_once(self):
         fn = self.region()
         self.check(fn, range(3))
         self.assertIsNotNone(fn.states.try_launch)
-
-    def test_computed_in_python(self):
-        self.check(
-            self.region("2 * n - (n + 7) // 3 + n % 5 - (-n)"), range(-9, 9), lambda n: 3 * n - (n + 7) // 3 + n % 5
-        )
-
-    def test_floats_keep_their_bits(self):
-        values = (0.5, 2.0, 0.0, -0.0, math.inf, 1e-310, 0.1, -3.5)
-        self.check(self.region(letter="d"), values)
 
     def test_nan(self):
         fn = self.region(letter="d")
@@ -84,30 +91,12 @@ class TestNumbers(NumbersTestCase):
         (out,) = fn([torch.ones(4, dtype=torch.float64), math.nan])
         self.assertTrue(out.isnan().all())
 
-    def test_integer_that_becomes_a_float(self):
-        self.check(self.region("n / 4 + 0.5", letter="d"), range(6), lambda n: n / 4 + 0.5)
-
-    def test_integer_that_no_float_holds_runs_as_compiled(self):
-        fn = self.region("n / 4", letter="d")
-        self.check(fn, (1, 2, 2**53, 2**53 + 1, 2**60 + 1, 3), lambda n: n / 4)
-        self.assertEqual(fn.outside, {"warm-up": 1, "number": 2})
-
-    def test_number_that_is_too_large_runs_as_compiled(self):
-        fn = self.region("n * n % 7")
-        self.check(fn, (2, 3, 2**40, 4), lambda n: n * n % 7)
-        self.assertEqual(fn.outside["number"], 1)
-
     def test_division_by_zero_is_the_codes_own(self):
         fn = self.region("12 // n")
         self.check(fn, (2, 3, 4), lambda n: 12 // n)
         with self.assertRaises(ZeroDivisionError):
             fn([torch.ones(4, dtype=torch.float64), 0])
         self.check(fn, (5,), lambda n: 12 // n)
-
-    def test_number_of_another_type_runs_as_compiled(self):
-        fn = self.region()
-        self.check(fn, (2, 3, True, 4), int)
-        self.assertEqual(fn.outside["number"], 1)
 
     def test_output_that_is_a_number(self):
         source = region(
@@ -159,9 +148,6 @@ class TestNumbers(NumbersTestCase):
         kept = [fn([x, n]) for n in (1, 2, 2, 2, 3)]
         self.assertEqual([k[0] for k in kept], [x * n for n in (1, 2, 2, 2, 3)])
 
-    def test_verified(self):
-        self.check(self.region("n + 1", verify=True), range(5), lambda n: n + 1)
-
     def test_backward_in_stages(self):
         self.cut_into_stages()
         fn = self.runner(STAGED, numbers=[-1], scale=self.scale(), is_backward=True)
@@ -209,17 +195,24 @@ class TestNumbersInTheKey(NumbersTestCase):
     def source(self, body):
         return region("x, n", "out = new(4, dtype=torch.float64)", body, "return (out,)")
 
-    def run_in_key(self, body, expected=lambda n: n, **namespace):
+    def run_in_key(self, body, expected, **namespace):
         return self.in_key(self.runner(self.source(body), numbers=[1], **namespace), (1, 2, 3), expected)
 
-    def test_operator(self):
-        self.run_in_key("torch.mul(x, n, out=out)")
-
-    def test_decision(self):
-        why = self.run_in_key(
-            "scale.run(x, out, 5 if n > 2 else n, stream=0)", lambda n: 5 if n > 2 else n, scale=self.scale()
-        )
-        self.assertIn("__gt__", why)
+    def test_what_code_does_with_a_number(self):
+        scaled_by = "scale.run(x, out, {}, stream=0)".format
+        for body, expected, why in (
+            ("torch.mul(x, n, out=out)", lambda n: n, "TypeError"),
+            (scaled_by("5 if n > 2 else n"), lambda n: 5 if n > 2 else n, "__gt__"),
+            ("out.copy_(x * 2 if n else x)", lambda n: 2, "__bool__"),
+            ("out.copy_(x * (7, 1, 2, 3)[n])", lambda n: n, "__index__"),
+            ("for _ in range(70): n = n + 1\n    " + scaled_by("n"), lambda n: n + 70, "steps"),
+            (scaled_by("n % 2**64"), lambda n: n, "has more than 64 bits"),
+            (scaled_by("n + 2**63 - 2**63"), lambda n: n, "has more than 64 bits"),
+            (scaled_by("n // -2**64 + n + 1"), lambda n: n, "has more than 64 bits"),
+        ):
+            with self.subTest(body):
+                counters.clear()
+                self.assertIn(why, self.run_in_key(body, expected, scale=self.scale()))
 
     def test_coverage_has_the_reason_where_no_number_comes_again(self):
         fn = self.runner(self.source("torch.mul(x, n, out=out)"), numbers=[1])
@@ -227,12 +220,6 @@ class TestNumbersInTheKey(NumbersTestCase):
             fn([torch.ones(4, dtype=torch.float64), n])
         (why,) = (each for each in coverage._without_graph(fn, 1) if each.code == "warm-up")
         self.assertIn("; the number at input 1 is no parameter: TypeError", why.message)
-
-    def test_truth(self):
-        self.assertIn("__bool__", self.run_in_key("out.copy_(x * 2 if n else x)", lambda n: 2))
-
-    def test_index(self):
-        self.assertIn("__index__", self.run_in_key("out.copy_(x * (7, 1, 2, 3)[n])"))
 
     def test_grid(self):
         self.assertIn("grid", self.in_key(self.region(grid="n"), (1, 2)))
@@ -271,16 +258,6 @@ class TestNumbersInTheKey(NumbersTestCase):
         kernel = Odd(self.device, scaled, "x, out, n", "OOl")
         why = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: 2 * n, scale=kernel)
         self.assertIn("not what was computed", why)
-
-    def test_long_expression(self):
-        body = "for _ in range(70): n = n + 1\n    scale.run(x, out, n, stream=0)"
-        self.assertIn("steps", self.run_in_key(body, lambda n: n + 70, scale=self.scale()))
-
-    def test_constant_of_more_than_64_bits(self):
-        for text in ("n % 2**64", "n + 2**63 - 2**63", "n // -2**64 + n + 1"):
-            why = self.in_key(self.region(text), (1, 2, 3))
-            self.assertIn("has more than 64 bits", why)
-            counters.clear()
 
     def test_one_of_two(self):
         source = region(
@@ -365,38 +342,13 @@ class TestExpressions(RelaunchTestCase):
 
     def test_nothing_uses_a_traced_number_unnoticed(self):
         n = Traced.input(3, 5)
-        uses = [
-            int,
-            float,
-            bool,
-            hash,
-            str,
-            range,
-            abs,
-            round,
-            len,
-            bytes,
-            math.sqrt,
-            list("abcdef").__getitem__,
-            "{:d}".format,
-        ]
-        uses += [
-            lambda v: v < 2,
-            lambda v: v == 2,
-            lambda v: 1 << v,
-            lambda v: 2**v,
-            lambda v: v & 1,
-            lambda v: v in (1, 2),
-        ]
-        uses += [
-            lambda v: v + "a",
-            lambda v: v * torch.ones(2),
-            lambda v: max(v, 1),
-            lambda v: v + True,
-            lambda v: v**0.5,
-        ]
-        uses += [lambda v: torch.empty(v), lambda v: [1] * v, lambda v: divmod(v, 2), lambda v: v // 0]
-        for use in uses:
+        uses = [int, float, bool, hash, str, range, abs, round, len, bytes, math.sqrt, torch.empty]
+        uses += [list("abcdef").__getitem__, "{:d}".format]
+        texts = (
+            "v < 2; v == 2; 1 << v; 2**v; v & 1; v in (1, 2); v + 'a'; v * torch.ones(2); max(v, 1); v + True; v**0.5"
+        )
+        texts += "; [1] * v; divmod(v, 2); v // 0"
+        for use in (*uses, *(eval(f"lambda v: {text}") for text in texts.split("; "))):
             with self.assertRaises((NumberEscaped, TypeError)):
                 use(n)
 
@@ -408,32 +360,6 @@ class TestExpressions(RelaunchTestCase):
         for letter, value in (("i", 2**31), ("B", -1), ("l", 0.5), ("h", True)):
             with self.assertRaises(Unfit):
                 pack(letter, value)
-
-    @settings(max_examples=40, deadline=None)
-    @given(
-        text=expressions(INTEGER | FLOAT),
-        letter=st.sampled_from("ld"),
-        values=st.lists(st.tuples(INTEGER, INTEGER), min_size=3, max_size=5),
-    )
-    def test_the_program_is_worth_what_python_computes(self, text, letter, values):
-        source = REGION.replace("x, n = args", "x, n, m = args").format(text)
-
-        def noted(x, out, n):
-            if letter == "l" and not -(2**63) <= n < 2**63:
-                raise OverflowError
-            out.copy_(torch.frombuffer(bytearray(struct.pack("<q" if letter == "l" else "<d", n)), dtype=torch.float64))
-
-        kernel = Kernel(self.device, noted, "x, out, n", "OO" + letter)
-        fn = self.runner(source, numbers=[1, 2], scale=kernel, inf=math.inf)
-        for n, m in values:
-            x = torch.ones(4, dtype=torch.float64)
-            try:
-                want = torch.zeros(4, dtype=torch.float64)
-                noted(x, want, eval(text, {"inf": math.inf}, {"n": n, "m": m}))
-            except (ZeroDivisionError, OverflowError, struct.error):
-                continue
-            (got,) = fn([x, n, m])
-            self.assertEqual(got.view(torch.int64), want.view(torch.int64), f"{text} for {n}, {m}")
 
 
 class TestCompiledCode(RelaunchTestCase):

@@ -228,22 +228,17 @@ class TestChecker(TestCase):
         with self.assertRaisesRegex(Mismatch, "expected"):
             _check._compare("wrong", want, got, program.loose)
 
-    def check_counts(self, program: Program, **counts: int) -> None:
-        counters = torch._dynamo.utils.counters["torch_overlay"]
-        start = _check.counted()
-        counters.update({f"cudagraph_{name}": n for name, n in counts.items()})
-        _check._check_counters(program, start)
+    def test_launches_and_refusals_are_counted(self) -> None:
+        def check(**counts: int) -> None:
+            start = _check.counted()
+            torch._dynamo.utils.counters["torch_overlay"].update({f"cudagraph_{k}": n for k, n in counts.items()})
+            _check._check_counters(by_name("outputs_stay"), start)
 
-    def test_program_without_a_launch_fails(self) -> None:
+        check(relaunches=12, captures=1)
         with self.assertRaisesRegex(Mismatch, "5 graph launches, expected at least 6"):
-            self.check_counts(by_name("outputs_stay"), relaunches=5, captures=1)
-
-    def test_unexpected_refusal_fails(self) -> None:
+            check(relaunches=5, captures=1)
         with self.assertRaisesRegex(Mismatch, "1 refusals"):
-            self.check_counts(by_name("outputs_stay"), relaunches=12, captures=1, refusals=1)
-
-    def test_enough_launches_pass(self) -> None:
-        self.check_counts(by_name("outputs_stay"), relaunches=12, captures=1)
+            check(relaunches=12, captures=1, refusals=1)
 
     def test_program_that_dynamo_takes_nothing_of_fails(self) -> None:
         def body(k: Kit) -> None:
@@ -258,15 +253,11 @@ class TestChecker(TestCase):
         after = {"bytes allocated": 1536, "graphs": 3, "execs": 2, "pool objects": 1}
         self.assertEqual(_check.growth(before, after), {"graphs": 2, "pool objects": 1})
 
-    def test_policy_alone_is_in_a_process_without_seams(self) -> None:
-        self.assertEqual(Settings("cuda", policy=True).environment()["TORCH_OVERLAY_DISABLE"], "1")
-        self.assertNotIn("TORCH_OVERLAY_DISABLE", Settings("cuda").environment())
-
     def test_options_reach_every_thread_by_the_environment(self) -> None:
-        self.assertEqual(
-            Settings("cuda", verify=True).environment(),
-            {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1"},
-        )
+        verified = {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1"}
+        self.assertEqual(Settings("cuda", verify=True).environment(), verified)
+        self.assertNotIn("TORCH_OVERLAY_DISABLE", Settings("cuda").environment())
+        self.assertEqual(Settings("cuda", policy=True).environment()["TORCH_OVERLAY_DISABLE"], "1")
 
     @form.slow
     def test_failure_of_a_rank_is_told(self) -> None:

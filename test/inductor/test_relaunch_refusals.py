@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import region, RelaunchTestCase
+from stand_ins.relaunch_case import CompilingTestCase, region, RelaunchTestCase
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import causes, policy
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
@@ -25,27 +24,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNo
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
-class RefusalTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        counters.clear()
-        causes._refused.clear()
-
-    def refused(self):
-        """(reason, name of the code) of each; the counter agrees."""
-        found = [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
-        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), causes.refusals())
-        return found
-
-    def compiled(self, fn, *shapes, backward=False, mode="relaunch", device="cuda", **options):
-        """The graphs that were made, in the words of `describe`, and "tree" for those of upstream."""
-        with simulated_gpu(), config.patch(cudagraphs=mode), inductor_config.patch(options):
-            inputs = [torch.randn(shape, device=device, requires_grad=backward) for shape in shapes or [(16, 64)]]
-            self.seen = compile_only(fn, *inputs, mode="reduce-overhead", backward=backward)
-        return [graph.get("relaunch") or "tree" for graph in self.seen.cudagraphs]
-
-
-class TestOfInductor(RefusalTestCase):
+class TestOfInductor(CompilingTestCase):
     def test_reason_is_told_for_forward_and_backward(self):
         made = self.compiled(torch.sin, backward=True, force_disable_cudagraph_TESTING_ONLY=True)
         self.assertEqual(made, [])
@@ -55,8 +34,7 @@ class TestOfInductor(RefusalTestCase):
     def test_backward_does_without_its_forward(self):
         """Trees must have both or neither."""
         for mode, graphs in (("relaunch", 1), ("trees", 0)):
-            causes._refused.clear()
-            counters.clear()
+            self.forget_refusals()
             with simulated_gpu() as gpu, config.patch(cudagraphs=mode):
                 x = torch.randn(4, device="cuda", requires_grad=True)
                 before = len(gpu.cudagraphs)
@@ -65,18 +43,6 @@ class TestOfInductor(RefusalTestCase):
                 y.sum().backward()
                 self.assertEqual(len(gpu.cudagraphs) - before, graphs)
             self.assertEqual(self.refused(), [("inductor", "forward")] if graphs else [])
-
-    def test_asked_for_a_graph_or_an_error(self):
-        options = {"force_disable_cudagraph_TESTING_ONLY": True, "triton.cudagraph_or_error": True}
-        with self.assertRaisesRegex(Exception, "runs without a CUDA graph"):
-            self.compiled(torch.sin, **options)
-
-    def test_incompatible_operator_has_its_line_and_what_to_change(self):
-        made = self.compiled(lambda x: x.sin().nonzero(), graph_partition=False)
-        self.assertEqual(made, [])
-        (refusal,) = causes.refusals()
-        self.assertIn("incompatible op aten.nonzero.default; torch._inductor.config.graph_partition = True", refusal)
-        self.assertIn("test_relaunch_refusals.py", refusal)
 
     def test_handle_of_a_stream_is_read(self):
         """Also without side streams, and in a backward that is compiled when the frame has been traced."""
@@ -92,12 +58,6 @@ class TestOfInductor(RefusalTestCase):
     def test_cpp_wrapper(self):
         self.assertEqual(self.compiled(torch.sin, cpp_wrapper=True), [])
         self.assertEqual([r.code for r in causes.refused()], ["cpp-wrapper"])
-
-    def test_all_is_split_off(self):
-        made = self.compiled(lambda x: x.nonzero())
-        self.assertEqual((made, self.refused()), ([], [("split", "inference")]))
-        self.assertIn("all of it is split off: ", causes.refusals()[0])
-        self.assertIn("aten.nonzero", causes.refusals()[0])
 
     def test_all_is_split_off_for_no_known_reason(self):
         """Note [Nobody is left without a graph or a reason]. Operations on streams alone are nothing to launch."""
@@ -118,10 +78,6 @@ class TestOfInductor(RefusalTestCase):
             if not reasons:
                 self.assertIn("all of it is split off: Inductor does not say why", found[1])
 
-    def test_too_few_kernels(self):
-        self.assertEqual(self.compiled(torch.sin, **{"triton.cudagraph_min_partition_size": 2}), [])
-        self.assertIn("cudagraph_min_partition_size", causes.refusals()[0])
-
     def test_part_of_it_is_split_off(self):
         made = self.compiled(lambda x: x.sin().nonzero())
         self.assertEqual((len(made), self.refused()), (1, []))
@@ -133,11 +89,6 @@ class TestOfInductor(RefusalTestCase):
         self.assertEqual(len(self.compiled(lambda x: (x.sgn(), x.sgn().sum()), backward=True)), 1)
         self.assertEqual(self.refused(), [])
         self.assertIn("_efficientzerotensor", self.seen.wrappers[-1])
-
-    def test_nothing_to_launch_is_no_refusal(self):
-        for fn, device in ((torch.t, "cuda"), (torch.sin, "cpu")):
-            self.assertEqual(self.compiled(fn, device=device), [])
-        self.assertEqual(self.refused(), [])
 
     def test_graphs_that_are_not_ours_are_not_told_of(self):
         for mode in ("trees", "off"):
@@ -209,7 +160,7 @@ class TestOfCalls(RelaunchTestCase):
             check_libraries(graph("triton_poi_fused_0", name))
 
 
-class TestDistributed(RefusalTestCase):
+class TestDistributed(CompilingTestCase):
     """In one process: the other rank is made up."""
 
     def setUp(self):

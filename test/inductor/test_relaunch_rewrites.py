@@ -51,52 +51,22 @@ class TestGraphs(TestCase):
         with simulated_gpu():
             x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
             rows, mask = torch.tensor([1, 5, 3]), torch.ones(64, dtype=torch.bool)
-
-            def copied(x, h):
-                return x @ x + h.to("cuda")
-
-            def scaled(x, s):
-                return (x @ x) * s
-
-            def indexed(x, rows):
-                return (x @ x)[rows].sin()
-
-            def by_constant(x):
-                return (x @ x)[torch.tensor([1, 5, 3])].sin()
-
-            def and_back(x):
-                return x + (x @ x).sum(0).cpu().view(1, 64).to("cuda")
-
-            def kept(x, h):
-                return h, x @ x + h.to("cuda")
-
-            self.check(copied, x, h, kinds=["resident"])
-            self.check(copied, x, mask, kinds=["resident"])
-            self.check(scaled, x, torch.tensor(2.5), kinds=["resident"])
-            self.check(indexed, x, rows, kinds=["index", "resident"])
-            self.check(by_constant, x, kinds=["index"])
-            self.check(and_back, x, kinds=["round-trip"])
-            self.check(kept, x, h, kinds=["resident"])
+            for given in (h, mask):
+                self.check(lambda x, h: x @ x + h.to("cuda"), x, given, kinds=["resident"])
+            self.check(lambda x, h: (h, x @ x + h.to("cuda")), x, h, kinds=["resident"])
+            self.check(lambda x, s: (x @ x) * s, x, torch.tensor(2.5), kinds=["resident"])
+            self.check(lambda x, rows: (x @ x)[rows].sin(), x, rows, kinds=["index", "resident"])
+            self.check(lambda x: (x @ x)[torch.tensor([1, 5, 3])].sin(), x, kinds=["index"])
+            self.check(lambda x: x + (x @ x).sum(0).cpu().view(1, 64).to("cuda"), x, kinds=["round-trip"])
 
     def test_what_is_left(self):
         with simulated_gpu():
-            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
+            x, h, side = torch.randn(64, 64, device="cuda"), torch.randn(64), torch.cuda.Stream()
 
             def written(x, h):
                 y = x @ x + h.to("cuda")
                 h.add_(1)
                 return y
-
-            def computed(x, h):
-                return x @ x + h.sin().to("cuda")
-
-            def masked(x, h):
-                return (x @ x)[h > 0]
-
-            def changed_on_the_host(x):
-                return x + ((x @ x).sum(0).cpu() * 2).to("cuda")
-
-            side = torch.cuda.Stream()
 
             def on_streams(x, h):
                 y = x @ x
@@ -106,17 +76,16 @@ class TestGraphs(TestCase):
                 torch.cuda.default_stream().wait_stream(side)
                 return y + z
 
-            for fn, inputs in (
-                (written, (x, h)),
-                (computed, (x, h)),
-                (changed_on_the_host, (x,)),
-                (written, (x, torch.randn(64, 128)[:, ::2])),
-                (on_streams, (x, h)),
+            for hazard, fn, *inputs in (
+                ("it is written", written, x, h),
+                ("it is written, with gaps", written, x, torch.randn(64, 128)[:, ::2]),
+                ("it is computed with", lambda x, h: x @ x + h.sin().to("cuda"), x, h),
+                ("it is changed on the host", lambda x: x + ((x @ x).sum(0).cpu() * 2).to("cuda"), x),
+                ("it is for a stream", on_streams, x, h),
+                ("it is large", lambda x, h: x.sum() + h.to("cuda"), x, torch.randn(1 << 19)),
             ):
-                function = self.run_function(fn, *inputs)
-                self.assertEqual(function.rewrites, (), fn.__name__)
-            large = self.run_function(lambda x, h: x.sum() + h.to("cuda"), x, torch.randn(1 << 19))
-            self.assertEqual(large.rewrites, ())
+                with self.subTest(hazard):
+                    self.assertEqual(self.run_function(fn, *inputs).rewrites, ())
 
     def test_numbers_that_change_are_computed_with_on_the_device(self):
         """One launch, in whatever form a number comes, and of a backward that reads what was computed from it, too."""
@@ -174,17 +143,11 @@ class TestGraphs(TestCase):
             self.assertEqual((function.outside, len(function.rewrites)), ((), 1))
 
     def test_numbers_of_which_the_host_reads_something_are_left(self):
-        def result(x, t):
-            return (x @ x) * (t * 2), t * 2
-
-        def mixed(x, t):
-            return (x @ x) * (x.sum().cpu() * t)
-
         with simulated_gpu():
             x, t = torch.randn(64, 64, device="cuda"), torch.tensor(0.5)
-            for fn in (result, mixed):
+            for fn in (lambda x, t: ((x @ x) * (t * 2), t * 2), lambda x, t: (x @ x) * (x.sum().cpu() * t)):
                 function = self.run_function(fn, x, t)
-                self.assertEqual(function.rewrites, (), fn.__name__)
+                self.assertEqual(function.rewrites, ())
                 self.assertTrue(all("test_relaunch_rewrites.py" in each.line for each in function.outside))
 
     def test_number_that_is_read_of_host_memory_is_no_launch(self):
@@ -265,16 +228,12 @@ class TestGraphs(TestCase):
         self.assertEqual(copied(step=2), [])
 
     def test_none_without_graphs(self):
-        with simulated_gpu():
-            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
-            with mock.patch.object(Residents, "around", side_effect=AssertionError), torch.no_grad():
-                torch.compile(lambda x, h: x @ x + h.to("cuda"))(x, h)
-
-    def test_called_again_on_the_simulated_device(self):
         with simulated_gpu(), torch.no_grad():
-            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
-            fn = torch.compile(lambda x, h: x @ x + h.to("cuda"), mode="reduce-overhead")
-            self.assertEqual([fn(x, h).device.type for _ in range(3)], ["cuda"] * 3)
+            x, h, fn = torch.randn(64, 64, device="cuda"), torch.randn(64), lambda x, h: x @ x + h.to("cuda")
+            with mock.patch.object(Residents, "around", side_effect=AssertionError):
+                torch.compile(fn)(x, h)
+            again = torch.compile(fn, mode="reduce-overhead")
+            self.assertEqual([again(x, h).device.type for _ in range(3)], ["cuda"] * 3)
 
     def test_report(self):
         with simulated_gpu():
@@ -329,15 +288,8 @@ class TestResidents(TestCase):
 
     def test_bits_types_shapes_and_strides_are_compared(self):
         b = torch.zeros(2)
-        different = [
-            torch.zeros(4),
-            -torch.zeros(4),
-            torch.zeros(2, 2),
-            torch.zeros(4, dtype=torch.int32),
-            torch.zeros(3),
-            torch.zeros(2, 3),
-            torch.zeros(3, 2).t(),
-        ]
+        different = [torch.zeros(4), -torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32)]
+        different += [torch.zeros(3), torch.zeros(2, 3), torch.zeros(3, 2).t()]
         for n, a in enumerate(different, 1):
             found = self.given(a, b)[0]
             self.assertEqual((found.dtype, found.stride()), (a.dtype, a.stride()))

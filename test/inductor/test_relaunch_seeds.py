@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.test_case import TestCase
+from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from stand_ins import relaunch_case
@@ -71,19 +72,19 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.assertEqual((self.to_host, self.to_device), (0, 0), "seeds that are where they belong are not copied")
         self.assertEqual(list(run.states), [(5, (torch.int64, 7))], "what is no seed is a part of the key")
 
-    def test_first_backward_after_a_forward_that_was_launched(self):
-        self.region(*4 * [torch.tensor])
-        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
-        self.assertEqual((self.to_host, self.to_device), (2, 0))
-
-    def test_forward_that_never_gets_a_graph(self):
-        self.region(*5 * [host])
-        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
-        self.assertEqual(self.to_device, 8)
-
-    def test_forward_that_runs_as_compiled_now_and_then(self):
-        self.region(host, torch.tensor, torch.tensor, host, torch.tensor, host)
-        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 5))
+    def test_forward_that_has_a_graph_sooner_or_later_than_its_backward(self):
+        device = torch.tensor
+        for hazard, places, to_host, to_device in (
+            ("first backward after a forward that was launched", 4 * [device], 2, 0),
+            ("forward that never gets a graph", 5 * [host], 0, 8),
+            ("forward that runs as compiled now and then", [host, device, device, host, device, host], 0, 4),
+        ):
+            with self.subTest(hazard):
+                counters.clear()
+                self.to_host = self.to_device = 0
+                self.region(*places)
+                self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, len(places) - 1))
+                self.assertEqual((self.to_host, self.to_device), (to_host, to_device))
 
     def test_seeds_that_are_found_late(self):
         """A launch that looks at no key is over, and the graph stays."""

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import form  # noqa: F401
-from stand_ins.relaunch_case import region, RelaunchTestCase, run_in_threads
+from stand_ins.relaunch_case import region, RelaunchTestCase, run_in_threads, SQUARES
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import governor, region_graphs
 from torch_overlay._inductor.relaunch.governor import Governor
@@ -25,22 +25,6 @@ SIZED = region(
 )
 
 
-# A backward whose saved tensors die in turn.
-SAVED = """
-def region(args):
-    *saved, n = args
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((n,), (1,), torch.float64)
-        torch.mul(x, x, out=out)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
-
-
 def expected(x, w, n):
     b = torch.sin(x @ w)
     return b * b, b[n // 2 :], n
@@ -55,8 +39,8 @@ class TestSizes(RelaunchTestCase):
         return run
 
     def backward(self, *sizes):
-        """A runner of SAVED, called with these sizes."""
-        run = self.runner(SAVED, is_backward=True)
+        """A runner of SQUARES, called with these sizes."""
+        run = self.runner(SQUARES, is_backward=True)
         for n in sizes:
             made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
             want = [torch.full((n,), float(k * k), dtype=torch.float64) for k in reversed(range(6))]

@@ -120,17 +120,13 @@ class TestSteps(StepsTestCase):
         self.assertEqual(self.check(fn, *calls), [1])
 
     def test_random_numbers_are_those_of_the_code(self):
-        def fn(x):
-            return F.dropout(x, 0.5) @ x.t()
-
-        self.assertEqual(self.check(fn, *[(torch.randn(n, 8),) for n in (3, 5, 9, 4)]), [1])
+        calls = [(torch.randn(n, 8),) for n in (3, 5, 9, 4)]
+        self.assertEqual(self.check(lambda x: F.dropout(x, 0.5) @ x.t(), *calls), [1])
 
     def test_number_that_was_the_same_is_a_condition(self):
-        def fn(x, n):
-            return (x * n).sum(0) @ x.t()
-
         calls = [(torch.randn(k, 6), n) for k, n in ((3, 4), (5, 4), (6, 4), (7, 5), (8, 6), (8, 4))]
-        self.assertEqual(self.check(fn, *calls), [2])  # it is followed once more at the first 5
+        # It is followed once more at the first 5.
+        self.assertEqual(self.check(lambda x, n: (x * n).sum(0) @ x.t(), *calls), [2])
 
     def test_inputs_are_freed_as_soon_as_no_step_takes_them(self):
         alive = []

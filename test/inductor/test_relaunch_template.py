@@ -37,6 +37,11 @@ def kernel(index, *values, name="kernel", func=0x1000, offset=0, **changes):
     return dataclasses.replace(node, **changes)
 
 
+def captured(low, segments, *values, span=SPAN):
+    """A capture in a range from `low` on, of a kernel with these parameters."""
+    return CapturedGraph((kernel(0, *values),), (), tuple(segments), low, low + span)
+
+
 class Captures:
     """One program at two places: `build(at)` gives the nodes, with at(region, delta) the address of a byte."""
 
@@ -67,44 +72,55 @@ class ProofTest(expecttest.TestCase):
 
 
 class TestPointers(ProofTest):
-    def test_pointers_become_pointer_slots_and_scalars_do_not(self):
-        captures = Captures(
-            lambda at: [kernel(0, u64(at(0)), u64(at(1, 512)), u32(1000), u64(7)), kernel(1, u64(at(2, 4096)))]
-        )
-        found = captures.prove()
-        self.assertEqual(slots(found), [(0, 0, 0, 0, 0), (0, 1, 0, 1, 512), (1, 0, 0, 2, 4096)])
-        self.assertEqual(found.regions, 3)
-        self.assertEqual(len(found.nodes), 2)
+    def test_pointers_become_pointer_slots_and_numbers_do_not(self):
+        def descriptor(address):
+            return u64(address, 0x0000_1234_0000_0031) + bytes(range(112))
+
+        def of_descriptors(at):
+            return u32(128, 64) + bytes(56) + descriptor(at(0)) + descriptor(at(1, 256)) + u32(1)
+
+        def fill_and_copy(at):
+            yield FillNode(0, 1, at(0, 16), value=0, element_size=4, width=4, height=1, pitch=0)
+            yield CopyNode(1, 2, (CopySide(at(1)), CopySide(at(2, 32))), 64, 1, 1)
+            yield EmptyNode(2, 3)
+
+        # (high half of a pointer, number) reads as an address in the first range, if the number is like a high half.
+        like_a_high_half, weights = LOW["a"] >> 32, 0x7F1200000000
+        for hazard, build, expected in (
+            (
+                "parameters of several kernels",
+                lambda at: [kernel(0, u64(at(0)), u64(at(1, 512)), u32(1000), u64(7)), kernel(1, u64(at(2, 4096)))],
+                [(0, 0, 0, 0, 0), (0, 1, 0, 1, 512), (1, 0, 0, 2, 4096)],
+            ),
+            (
+                "in a blob, at offsets of four bytes",
+                lambda at: [kernel(0, u32(5), u32(1) + u64(at(0, 8)) + u32(2, 3) + u64(at(1), at(2, 4)) + u32(9))],
+                [(0, 1, 4, 0, 8), (0, 1, 20, 1, 0), (0, 1, 28, 2, 4)],
+            ),
+            (
+                "descriptors in a packed block",
+                lambda at: [kernel(0, of_descriptors(at), offset=16)],
+                [(0, 0, 64, 0, 0), (0, 0, 192, 1, 256)],
+            ),
+            ("last window of a parameter", lambda at: [kernel(0, u32(0, 0, 0) + u64(at(1)))], [(0, 0, 12, 1, 0)]),
+            ("bytes behind it", lambda at: [kernel(0, u64(at(0)) + b"\1\2\3")], [(0, 0, 0, 0, 0)]),
+            (
+                "half of a pointer beside a number",
+                lambda at: [kernel(0, u64(at(0)) + u32(like_a_high_half, 0))],
+                [(0, 0, 0, 0, 0)],
+            ),
+            ("null is a constant", lambda at: [kernel(0, u64(0), u64(0, at(0)))], [(0, 1, 8, 0, 0)]),
+            ("pointer to other memory", lambda at: [kernel(0, u64(weights), u64(at(0)))], [(0, 1, 0, 0, 0)]),
+            ("fills and copies", fill_and_copy, [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 2, 32)]),
+        ):
+            with self.subTest(hazard):
+                found = Captures(build).prove()
+                self.assertEqual((slots(found), found.regions), (expected, 3))
 
     def test_the_nodes_are_those_of_the_first_capture(self):
         captures = Captures(lambda at: [kernel(0, u64(at(0)), handle={"a": 11, "b": 22}[at.capture])])
         (node,) = captures.prove().nodes
         self.assertEqual((node.handle, node.parameters[0][1]), (11, u64(captures.capture("a").segments[0].address)))
-
-    def test_pointers_inside_a_blob_at_four_byte_offsets(self):
-        def blob(at):
-            return u32(1) + u64(at(0, 8)) + u32(2, 3) + u64(at(1), at(2, 4)) + u32(9)
-
-        found = Captures(lambda at: [kernel(0, u32(5), blob(at))]).prove()
-        self.assertEqual(slots(found), [(0, 1, 4, 0, 8), (0, 1, 20, 1, 0), (0, 1, 28, 2, 4)])
-
-    def test_descriptor_inside_a_packed_block(self):
-        def descriptor(address):
-            return u64(address, 0x0000_1234_0000_0031) + bytes(range(112))
-
-        def block(at):
-            return u32(128, 64) + bytes(56) + descriptor(at(0)) + descriptor(at(1, 256)) + u32(1)
-
-        found = Captures(lambda at: [kernel(0, block(at), offset=16)]).prove()
-        self.assertEqual(slots(found), [(0, 0, 64, 0, 0), (0, 0, 192, 1, 256)])
-
-    def test_last_possible_window_of_a_parameter(self):
-        found = Captures(lambda at: [kernel(0, u32(0, 0, 0) + u64(at(1)))]).prove()
-        self.assertEqual(slots(found), [(0, 0, 12, 1, 0)])
-
-    def test_bytes_behind_the_last_whole_window_are_ignored(self):
-        found = Captures(lambda at: [kernel(0, u64(at(0)) + b"\1\2\3")]).prove()
-        self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
 
     def test_a_pointer_does_not_span_two_parameters(self):
         def build(at):
@@ -113,68 +129,35 @@ class TestPointers(ProofTest):
 
         self.refused(Captures(build), "scalar", "parameter 0.*a scalar that differs")
 
-    def test_the_half_of_a_pointer_beside_a_number_is_no_pointer(self):
-        # (high half of a pointer, number) reads as an address in the first range, if the number is like a high half.
-        like_a_high_half = LOW["a"] >> 32
-        found = Captures(lambda at: [kernel(0, u64(at(0)) + u32(like_a_high_half, 0))]).prove()
-        self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
-
     def test_a_number_beside_the_half_of_a_pointer_is_no_pointer(self):
         # (number, low half of a pointer) reads as an address in the range, if the low half is like a high half.
-        captured = []
-        for which in ("a", "b"):
-            low = LOW[which]
-            segment = Segment(low + (low >> 32), 4 * KIB, 0)
-            captured.append(CapturedGraph((kernel(0, u32(5) + u64(segment.address)),), (), (segment,), low, low + SPAN))
-        self.assertEqual(slots(prove(*captured)), [(0, 0, 4, 0, 0)])
-
-    def test_null_pointers_are_constants(self):
-        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(0), u64(0, at(0)))]).prove()), [(0, 1, 8, 0, 0)])
-
-    def test_constant_pointers_to_other_memory_stay(self):
-        weights = 0x7F1200000000
-        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(weights), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+        places = ((low, low + (low >> 32)) for low in LOW.values())
+        both = [captured(low, [Segment(at, 4 * KIB, 0)], u32(5) + u64(at)) for low, at in places]
+        self.assertEqual(slots(prove(*both)), [(0, 0, 4, 0, 0)])
 
     def test_scratch_in_several_segments_is_one_region(self):
-        captured = []
-        for which, step in (("a", GRANULE), ("b", 3 * GRANULE)):
-            low = LOW[which]
-            segments = (Segment(low, 512, 0, 0), Segment(low + step, 1024, 0, 512))
-            nodes = (kernel(0, u64(segments[1].address + 64)),)
-            captured.append(CapturedGraph(nodes, (), segments, low, low + SPAN))
-        self.assertEqual(slots(prove(*captured)), [(0, 0, 0, 0, 576)])
+        both = [
+            captured(low, [Segment(low, 512, 0, 0), Segment(low + step, 1024, 0, 512)], u64(low + step + 64))
+            for low, step in zip(LOW.values(), (GRANULE, 3 * GRANULE))
+        ]
+        self.assertEqual(slots(prove(*both)), [(0, 0, 0, 0, 576)])
 
     def test_memory_that_outlives_the_capture_is_left_alone(self):
-        captured = []
+        both = []
         for which, seed in (("a", 0x7F0000001000), ("b", 0x7F0000002000)):
             segments = (*memory(which), Segment(seed, 512, FIXED))
-            nodes = (kernel(0, u64(segments[0].address), u64(seed + 8)),)
-            captured.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
-        found = prove(*captured, foreign=lambda address: True)
+            both.append(captured(LOW[which], segments, u64(segments[0].address), u64(seed + 8)))
+        found = prove(*both, foreign=lambda address: True)
         self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
         self.assertEqual(found.nodes[0].parameters[1][1], u64(0x7F0000001008))
 
     def test_memory_that_outlives_only_one_capture(self):
-        for side, other, text in (
-            ("a", "b", r"region -1 \+ 8.* in the first"),
-            ("b", "a", r"region -1 \+ 8.* in the second"),
-        ):
-            captured = {}
-            for which in (side, other):
-                word = 0x7F0000001008 if which == side else 0x550000001008
-                segments = (*memory(which), Segment(0x7F0000001000, 512, FIXED))
-                captured[which] = CapturedGraph((kernel(0, u64(word, 0)),), (), segments, LOW[which], LOW[which] + SPAN)
+        fixed = Segment(0x7F0000001000, 512, FIXED)
+        for side, text in (("a", r"region -1 \+ 8.* in the first"), ("b", r"region -1 \+ 8.* in the second")):
+            words = {which: 0x7F0000001008 if which == side else 0x550000001008 for which in "ab"}
+            both = [captured(LOW[k], [*memory(k), fixed], u64(word, 0)) for k, word in words.items()]
             with self.subTest(side), self.assertRaisesRegex(Unprovable, text):
-                prove(captured["a"], captured["b"])
-
-    def test_memset_and_memcpy_nodes(self):
-        def build(at):
-            yield FillNode(0, 1, at(0, 16), value=0, element_size=4, width=4, height=1, pitch=0)
-            yield CopyNode(1, 2, (CopySide(at(1)), CopySide(at(2, 32))), 64, 1, 1)
-            yield EmptyNode(2, 3)
-
-        found = Captures(build, edges=[(0, 2), (1, 2)]).prove()
-        self.assertEqual(slots(found), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 2, 32)])
+                prove(*both)
 
     def test_pointer_slots_are_frozen_and_comparable(self):
         (slot,) = Captures(lambda at: [kernel(0, u64(at(1, 4)))]).prove().slots
@@ -184,9 +167,14 @@ class TestPointers(ProofTest):
 
 
 class TestCoincidences(ProofTest):
-    def test_number_in_the_first_range_but_in_no_allocation(self):
-        number = LOW["a"] + SPAN // 2
-        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+    def test_number_that_is_no_pointer_of_the_first_capture(self):
+        for number in (
+            LOW["a"] + SPAN // 2,  # in its range, and in no allocation
+            memory("b")[1].address,  # of memory that did not exist when the first gave the kernel the same number
+        ):
+            self.assertEqual(
+                slots(Captures(lambda at, n=number: [kernel(0, u64(n), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)]
+            )
 
     def test_number_that_is_an_address_of_the_first_capture_only(self):
         number = memory("a")[1].address
@@ -198,25 +186,19 @@ class TestCoincidences(ProofTest):
         with self.subTest("a capture at other addresses tells"):
             self.assertEqual(slots(captures.prove(a={"gap": 5})), [(0, 2, 0, 0, 0)])
 
-    def test_number_that_is_an_address_of_the_second_capture_only(self):
-        # The second capture's memory did not exist when the first gave the kernel the same number.
-        number = memory("b")[1].address
-        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
-
     def test_pointer_kept_from_the_first_capture(self):
         kept = memory("a")[2].address + 256
         self.refused(Captures(lambda at: [kernel(0, bytes(8) + u64(kept))]), "unmoved", "offset 8: .*region 2 . 256")
 
     def test_two_readings_of_the_same_bytes(self):
         # Two overlapping windows, both of which move with an allocation.
-        captured = []
+        both = []
         for high in (0x7D00, 0x7A00):
             first = Segment((high << 32) + 0x5000_0000, GRANULE, 0)
             second = Segment((high + 1 << 32) + high, GRANULE, 1)
-            nodes = (kernel(0, u32(0x5000_0000, high, high + 1, 0)),)
-            captured.append(CapturedGraph(nodes, (), (first, second), high << 32, (high << 32) + SPAN))
+            both.append(captured(high << 32, [first, second], u32(0x5000_0000, high, high + 1, 0)))
         with self.assertRaisesRegex(Unprovable, "offset 4: .* can be read in two ways"):
-            prove(*captured)
+            prove(*both)
 
 
 class TestRefusals(ProofTest):
@@ -249,12 +231,11 @@ class TestRefusals(ProofTest):
             self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
 
     def test_addresses_with_three_bytes_overwritten_are_what_the_stack_held(self):
-        a, b = (LOW[which] + SPAN - (1 << 24) * n for which, n in (("a", 5), ("b", 7)))
         captures = []
-        for which, word in (("a", a), ("b", b)):
-            segments = (*memory(which), Segment(word - 512 * (1 + (which == "b")), 4 * KIB, 7))
-            nodes = (kernel(0, u64(segments[0].address), u64(word)),)
-            captures.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
+        for which, n, before in (("a", 5, 512), ("b", 7, 1024)):
+            word = LOW[which] + SPAN - (1 << 24) * n
+            segments = (*memory(which), Segment(word - before, 4 * KIB, 7))
+            captures.append(captured(LOW[which], segments, u64(segments[0].address), u64(word)))
         self.assertEqual(slots(prove(*captures, on_device=lambda _: True)), [(0, 0, 0, 0, 0)])
         with self.assertRaisesRegex(Unprovable, "did not move with one allocation"):
             prove(*captures, on_device=lambda _: True, signatures={0x1000: "pp"})
@@ -317,15 +298,12 @@ class TestRefusals(ProofTest):
 
     def at_the_start_of_a_tebibyte(self, *values):
         """Captures with ranges like those of a real device, and a kernel for each (value in a, value in b)."""
-        captured = []
-        for which, low in enumerate((1 << 40, (1 << 40) + (64 << 20))):
-            segments, address = [], low + GRANULE
-            for region in range(4):
-                segments.append(Segment(address, GRANULE, region))
-                address += (2, 4)[which] * GRANULE
+        both = []
+        for which, (low, step) in enumerate(((1 << 40, 2 * GRANULE), ((1 << 40) + (64 << 20), 4 * GRANULE))):
+            segments = tuple(Segment(low + GRANULE + region * step, GRANULE, region) for region in range(4))
             nodes = tuple(kernel(i, pair[which]) for i, pair in enumerate(values))
-            captured.append(CapturedGraph(nodes, (), tuple(segments), low, low + (64 << 20)))
-        return captured
+            both.append(CapturedGraph(nodes, (), segments, low, low + (64 << 20)))
+        return both
 
     def test_lower_half_of_an_address_is_no_pointer(self):
         # What a stack held before: the lower halves of two addresses that moved with region 3, for one.
@@ -344,13 +322,12 @@ class TestRefusals(ProofTest):
     def test_lower_half_is_no_pointer_to_memory_near_a_range_that_begins_low(self):
         # No memory lies below 4 GiB, so a word without an upper half is no base pointer with an offset taken off.
         for upper, expected in ((0, "rubbish"), (1, "outside")):
-            captured = []
-            for n, low in enumerate((1 << 38, (1 << 38) + (4 << 20))):
-                word = (upper << 32) + (8 << 20) + n * (4 << 20)
-                nodes = (kernel(0, bytes(136) + u64(word)),)
-                captured.append(CapturedGraph(nodes, (), (Segment(low, GRANULE, 0),), low, low + GRANULE))
+            words = (((1 << 38) + moved, (upper << 32) + (8 << 20) + moved) for moved in (0, 4 << 20))
+            both = [
+                captured(low, [Segment(low, GRANULE, 0)], bytes(136) + u64(word), span=GRANULE) for low, word in words
+            ]
             try:
-                found = ("rubbish", slots(prove(*captured)))
+                found = ("rubbish", slots(prove(*both)))
             except Unprovable as refusal:
                 found = (refusal.reason, [])
             self.assertEqual(found, (expected, []))
@@ -359,33 +336,28 @@ class TestRefusals(ProofTest):
         a, b = self.at_the_start_of_a_tebibyte()
         inside = b.segments[2].address
 
-        def captures(first, second=inside):
+        def captures(first, second):
             return [
                 dataclasses.replace(g, nodes=(kernel(0, bytes(472) + u64(value)),))
                 for g, value in ((a, first), (b, second))
             ]
 
-        self.assertEqual(slots(prove(*captures(2))), [])
+        self.assertEqual(slots(prove(*captures(2, inside))), [])
         self.assertEqual(slots(prove(*captures(a.segments[2].address, 2))), [])
-        for second in (0, b.segments[1].address, 1 << 33):
-            with self.subTest(second=second), self.assertRaises(Unprovable) as raised:
-                prove(*captures(a.segments[2].address, second))
-            self.assertEqual(raised.exception.reason, "moved")
-        for first in (0, a.segments[1].address, 1 << 33):
-            with self.subTest(first), self.assertRaises(Unprovable) as raised:
-                prove(*captures(first))
+        seconds, firsts = (0, b.segments[1].address, 1 << 33), (0, a.segments[1].address, 1 << 33)
+        for words in (*((a.segments[2].address, second) for second in seconds), *((first, inside) for first in firsts)):
+            with self.subTest(words), self.assertRaises(Unprovable) as raised:
+                prove(*captures(*words))
             self.assertEqual(raised.exception.reason, "moved")
 
     def test_pointers_near_the_range_only(self):
         # A cuBLAS kernel with a workspace of its own: it lies below the range, and moved like it.
-        workspace = (0x7F73E2000020, 0x7F73DC000020)
-        captured = []
-        for low, word in zip((0x7F73E4000000, 0x7F73DE000000), workspace):
+        both = []
+        for low, word in ((0x7F73E4000000, 0x7F73E2000020), (0x7F73DE000000, 0x7F73DC000020)):
             segments = Segment(low, 16 << 20, 0), Segment(low + (32 << 20), 16 << 20, 1)
-            nodes = (kernel(0, bytes(376) + u64(word)),)
-            captured.append(CapturedGraph(nodes, (), segments, low, low + (64 << 20)))
+            both.append(captured(low, segments, bytes(376) + u64(word), span=64 << 20))
         with self.assertRaisesRegex(Unprovable, "parameter 0, offset 376: it moved like an allocation, but is in none"):
-            prove(*captured)
+            prove(*both)
 
     def test_how_near_is_near(self):
         for distance, refused in ((-REACH, True), (-REACH - 4, False), (GRANULE + SPAN, True), (4 * REACH, False)):
@@ -485,22 +457,20 @@ class TestRubbish(ProofTest):
         refusal = self.refused(captures, "scalar", "a scalar that differs between the captures: 01000000, 02")
         self.assertEqual(refusal.parameter, 1)
 
-    def test_declared_scalar_that_differs(self):
-        captures = Captures(lambda at: [kernel(0, u64(at(0)), u64({"a": 1, "b": 2}[at.capture]))])
-        self.refused(captures, "scalar", "parameter 1.*differs", signatures={0x1000: "ps"})
+    def test_what_is_declared(self):
+        def differs(at):
+            return u64({"a": 1 << 20, "b": 2 << 20}[at.capture])
 
-    def test_declared_scalar_that_moves(self):
-        captures = Captures(lambda at: [kernel(0, u64(at(0)))])
-        self.refused(captures, "scalar", "parameter 0.*differs", signatures={0x1000: "s"})
-
-    def test_declared_pointer_that_differs_unexplained(self):
-        captures = Captures(lambda at: [kernel(0, u64({"a": 1 << 20, "b": 2 << 20}[at.capture]))])
-        self.assertEqual(slots(captures.prove()), [])
-        self.refused(captures, "moved", "no known way", signatures={0x1000: "p"})
-
-    def test_declared_signature_of_another_length(self):
-        captures = Captures(lambda at: [kernel(0, u64(at(0)), name="triton_poi_0")])
-        self.refused(captures, "signature", r"node 0 \(triton_poi_0\): .* has 2 parameters", signatures={0x1000: "pp"})
+        self.assertEqual(slots(Captures(lambda at: [kernel(0, differs(at))]).prove()), [])
+        for letters, values, reason, pattern in (
+            ("ps", lambda at: (u64(at(0)), differs(at)), "scalar", "parameter 1.*differs"),
+            ("s", lambda at: (u64(at(0)),), "scalar", "parameter 0.*differs"),  # it moves
+            ("p", lambda at: (differs(at),), "moved", "no known way"),
+            ("pp", lambda at: (u64(at(0)),), "signature", r"node 0 \(kernel\): .* has 2 parameters"),
+        ):
+            with self.subTest(letters):
+                captures = Captures(lambda at, values=values: [kernel(0, *values(at))])
+                self.refused(captures, reason, pattern, signatures={0x1000: letters})
 
 
 class TestStructure(ProofTest):

@@ -1,10 +1,11 @@
-"""Test cases that relaunch regions on the stand-in driver."""
+"""Test cases that relaunch regions on the stand-in driver, or compile for graphs."""
 
 import gc
 import threading
 from unittest import mock
 
 import torch
+import torch._inductor.config as inductor_config
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
@@ -16,6 +17,7 @@ from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.causes import CodeFacts
 from torch_overlay._inductor.relaunch.memory import arrange, outputs
 from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay.testing import compile_only, simulated_gpu
 
 
 def region(parameters, *lines):
@@ -32,6 +34,22 @@ ADD = region(
     "del buf0",
     "return (buf1,)",
 )
+
+
+# A backward whose saved tensors die in turn: each gradient is made from one.
+SQUARES = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((n,), (1,), torch.float64)
+        torch.mul(x, x, out=out)
+        del x
+        made.append(out)
+    return tuple(made)
+"""
 
 
 def host(value, dtype=torch.float64):
@@ -111,6 +129,31 @@ class RelaunchTestCase(TestCase):
 
     def counted(self, name):
         return counters["torch_overlay"]["cudagraph_" + name]
+
+
+class CompilingTestCase(TestCase):
+    """Compiles for a simulated GPU, and asks what was refused."""
+
+    def setUp(self):
+        super().setUp()
+        self.forget_refusals()
+
+    def forget_refusals(self):
+        counters.clear()
+        causes._refused.clear()
+
+    def refused(self):
+        """(reason, name of the code) of each; the counter agrees."""
+        found = [(r.code, r.region.name.partition(" of compiled frame")[0]) for r in causes.refused()]
+        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), causes.refusals())
+        return found
+
+    def compiled(self, fn, *shapes, backward=False, mode="relaunch", device="cuda", **options):
+        """The graphs that were made, in the words of `describe`, and "tree" for those of upstream."""
+        with simulated_gpu(), config.patch(cudagraphs=mode), inductor_config.patch(options):
+            inputs = [torch.randn(shape, device=device, requires_grad=backward) for shape in shapes or [(16, 64)]]
+            self.seen = compile_only(fn, *inputs, mode="reduce-overhead", backward=backward)
+        return [graph.get("relaunch") or "tree" for graph in self.seen.cudagraphs]
 
 
 class GpuTestCase(TestCase):

@@ -178,32 +178,23 @@ class TestRemovedNodes(PassesTestCase):
         self.run_pass(change)
         self.assertEqual(self.placed(reader), (2, {E1, E5, state(1)}, {state(1)}))
 
-    def test_memory_that_nobody_else_knows(self):
-        """What is computed in the graph may be read at any time."""
-        made = self.call(aten.relu.default, self.x)
-        gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), promised_to=(E5,))
-        reader = self.call(aten.sin.default, gone, stream=2)
-        self.output(reader)
-        self.run_pass(lambda graph: self.remove(gone))
-        self.assertEqual(self.placed(reader), (2, set(), set()))
-
-    def test_memory_of_a_result(self):
-        """The caller has it at the end: only what comes after the node counts."""
-        made = self.call(aten.relu.default, self.x)
-        gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), promised_to=(E5,))
-        reader = self.call(aten.sin.default, gone, stream=2)
-        self.output(made, reader)
-        self.run_pass(lambda graph: self.remove(gone))
-        self.assertEqual(self.placed(reader), (2, set(), {E5, state(1)}))
-
-    def test_new_value_of_an_input(self):
-        made = self.call(aten.relu.default, self.x)
-        gone = self.call(aten.mul.Tensor, made, 1, stream=1, promised_to=(E5,))
-        reader = self.call(aten.sin.default, gone, stream=2)
-        self.graph.call_function(aten.copy_.default, (self.x, made))
-        self.output(reader)
-        self.run_pass(lambda graph: self.remove(gone))
-        self.assertEqual(self.placed(reader), (2, set(), {E5, state(1)}))
+    def test_memory_that_is_computed_in_the_graph(self):
+        """It may be read at any time, until the caller has it at the end: then what comes after the node counts."""
+        for hazard, is_returned, is_written, promised_to in (
+            ("nobody else knows it", False, False, set()),
+            ("result", True, False, {E5, state(1)}),
+            ("new value of an input", False, True, {E5, state(1)}),
+        ):
+            with self.subTest(hazard):
+                self.setUp()
+                made = self.call(aten.relu.default, self.x)
+                gone = self.call(aten.mul.Tensor, made, 1, stream=1, after=(E1,), promised_to=(E5,))
+                reader = self.call(aten.sin.default, gone, stream=2)
+                if is_written:
+                    self.graph.call_function(aten.copy_.default, (self.x, made))
+                self.output(*[made] * is_returned, reader)
+                self.run_pass(lambda graph, gone=gone: self.remove(gone))
+                self.assertEqual(self.placed(reader), (2, set(), promised_to))
 
     def test_copy_that_blocked_the_host(self):
         """The reader may come after such a copy that the node came before."""

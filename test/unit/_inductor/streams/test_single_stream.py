@@ -72,75 +72,50 @@ class TestRegionsThatFollow(IdleTestCase):
 
 
 class TestRegionsThatRunAsPlanned(IdleTestCase):
-    def assert_as_planned(self, *results, **options):
-        results = results or (self.product(self.branch(), self.x),)
-        self.assertFalse(self.follows(*results, **options))
+    def joined(self, **where):
+        return self.product(self.branch(**where), self.x)
 
-    def test_option_is_off(self):
-        self.assert_as_planned(limit_us=0)
-
-    def test_region_of_several(self):
-        self.assert_as_planned(enclosed=True)
-
-    def test_no_side_stream(self):
-        self.assert_as_planned(self.product())
-
-    def test_result_in_a_side_streams_memory(self):
+    def in_a_side_streams_memory(self):
         side = self.branch()
-        self.assert_as_planned(self.product(side, self.x), side)
+        return self.product(side, self.x), side
 
-    def test_result_of_a_backward(self):
-        side = self.branch()
-        joined = self.product(side, self.x)
-        options = {"is_backward": True, "is_inference": False}
-        self.assert_as_planned(joined, side, saved=[1], **options)
+    def after(self, target, *args, **fact):
+        """A fork and join, and an operation of the stream program."""
+        joined = self.joined()
+        self.call(target, *args, **fact)
+        return (joined,)
 
-    def test_branch_that_is_not_forked_or_not_joined(self):
-        for name in ("after", "promised_to"):
-            self.setUp()
-            side = self.branch(**{**FORKED, name: ()})
-            self.assert_as_planned(self.product(side, self.x))
-
-    def test_branch_whose_tokens_are_not_known(self):
-        side = self.branch(reads=())
-        self.assert_as_planned(self.product(side, self.x))
-
-    def test_event_of_the_caller(self):
-        side = self.branch(after=(CALLER, caller_event(5)), promised_to=(CALLER,))
-        self.assert_as_planned(self.product(side, self.x))
-
-    def test_operations_of_the_stream_program(self):
-        for target, args in ((streams.record_event.default, (5, 0)), (streams.synchronize_stream.default, (0,))):
-            self.setUp()
-            joined = self.product(self.branch(), self.x)
-            self.call(target, *args, requires=record(5, 0), order=0)
-            self.assert_as_planned(joined)
-
-    def test_synchronization_of_an_event(self):
-        joined = self.product(self.branch(), self.x)
-        self.call(streams.synchronize_event.default, 5, requires=synchronization(0))
-        self.assert_as_planned(joined)
-
-    def test_work_of_the_host(self):
-        joined = self.product(self.branch(), self.x)
-        host = self.call(aten.sin.default, self.program.input(4, device="cpu"))
-        self.assert_as_planned(joined, host)
-
-    def test_copy_to_the_host(self):
-        joined = self.product(self.branch(), self.x)
-        args = joined, torch.device("cpu"), False
-        copy = self.call(prims.device_put.default, *args)
+    def downloaded(self):
+        copy = self.call(prims.device_put.default, self.joined(), torch.device("cpu"), False)
         note_fact(copy, requires=blocking_copy(0))
-        self.assert_as_planned(copy)
+        return (copy,)
 
-    def test_copies_of_offloading(self):
-        copied = self.branch(stream=copy_in_stream(0))
-        self.assert_as_planned(self.product(copied, self.branch()))
-
-    def test_kernel_whose_time_is_not_known(self):
-        joined = self.product(self.branch(), self.x)
-        other = self.call(aten.histc.default, self.program.input(4))
-        self.assert_as_planned(joined, other)
+    def test_each_reason(self):
+        backward = {"is_backward": True, "is_inference": False}
+        record_and_order = {"requires": record(5, 0), "order": 0}
+        waits_for_event = {"requires": synchronization(0)}
+        event = {"after": (CALLER, caller_event(5)), "promised_to": (CALLER,)}
+        for hazard, results, options in (
+            ("option is off", lambda: [self.joined()], {"limit_us": 0}),
+            ("region of several", lambda: [self.joined()], {"enclosed": True}),
+            ("no side stream", lambda: [self.product()], {}),
+            ("result in a side stream's memory", self.in_a_side_streams_memory, {}),
+            ("result of a backward", self.in_a_side_streams_memory, {"saved": [1], **backward}),
+            ("branch that is not forked", lambda: [self.joined(**{**FORKED, "after": ()})], {}),
+            ("branch that is not joined", lambda: [self.joined(**{**FORKED, "promised_to": ()})], {}),
+            ("branch whose tokens are not known", lambda: [self.joined(reads=())], {}),
+            ("event of the caller", lambda: [self.joined(**event)], {}),
+            ("record", lambda: self.after(streams.record_event.default, 5, 0, **record_and_order), {}),
+            ("synchronization", lambda: self.after(streams.synchronize_stream.default, 0, **record_and_order), {}),
+            ("event that is awaited", lambda: self.after(streams.synchronize_event.default, 5, **waits_for_event), {}),
+            ("host", lambda: [self.joined(), self.call(aten.sin.default, self.program.input(4, device="cpu"))], {}),
+            ("copy to the host", self.downloaded, {}),
+            ("offloading", lambda: [self.product(self.branch(stream=copy_in_stream(0)), self.branch())], {}),
+            ("unknown time", lambda: [self.joined(), self.call(aten.histc.default, self.program.input(4))], {}),
+        ):
+            with self.subTest(hazard):
+                self.setUp()
+                self.assertFalse(self.follows(*results(), **options))
 
 
 US_PER_MIB = (1 << 20) / 1.024e6  # of the device of inductor_schedules
@@ -205,59 +180,56 @@ class TestBranches(FoldingTestCase):
 
 
 class TestBranchesThatStay(FoldingTestCase):
-    def assert_stays(self, node, *results, **options):
-        stream = node_stream(node)
-        results = results or [self.joined(node)]
-        self.assertEqual(self.fold(*results, **options), [])
-        self.assertEqual(node_stream(node), stream)
+    def sine(self, **fact):
+        return self.call(aten.sin.default, self.x, **fact)
 
-    def test_work_that_is_not_pointwise(self):
-        for target, operands in ((aten.sum.default, 1), (aten.mm.default, 2)):
-            self.setUp()
-            node = self.call(target, *[self.x] * operands)
-            self.assert_stays(self.call(aten.sin.default, node))
-
-    def test_branch_with_a_reduction_in_it(self):
-        node = self.call(aten.sin.default, self.x)
-        self.assert_stays(self.call(aten.sum.default, node))
-        self.assertEqual(node_stream(node), 1)
-
-    def test_branch_that_is_not_forked_or_not_joined(self):
-        for name in ("after", "promised_to"):
-            self.setUp()
-            fact = {**FORKED, name: ()}
-            self.assert_stays(self.call(aten.sin.default, self.x, **fact))
-
-    def test_node_whose_tokens_are_not_known(self):
-        node = self.call(aten.sin.default, self.x)
+    def without_tokens(self):
+        node = self.sine()
         note_fact(node, after=None, promised_to=None)
-        self.assert_stays(node)
+        return node
 
-    def test_copies_streams(self):
-        stream = copy_out_stream(0)
-        self.assert_stays(self.call(aten.sin.default, self.x, stream=stream))
-
-    def test_stream_that_the_program_names(self):
-        node = self.call(aten.sin.default, self.x)
+    def named_by_the_program(self):
+        node = self.sine()
         self.program.call(streams.synchronize_stream.default, 1)
-        self.assert_stays(node)
+        return node
 
-    def test_work_on_the_host(self):
-        host = self.program.input(4, device="cpu")
-        node = self.call(aten.sin.default, host)
-        self.assert_stays(node, self.call(aten.cos.default, node, stream=0))
-
-    def test_copy_between_devices(self):
+    def copy_between_devices(self):
         there = self.program.input(512, 512, device="cuda:1")
         node = self.program.graph.call_function(aten.copy_.default, (there, self.x))
         node.meta = {"val": there.meta["val"], "custom": {"stream": 1}}
         note_fact(node, **FORKED)
-        self.assert_stays(node, self.x)
+        return node, self.x
 
-    def test_memory_that_the_caller_gets(self):
-        node = self.call(aten.sin.default, self.x)
-        view = self.call(aten.slice.Tensor, node, 0, 0, 8)
-        self.assert_stays(node, self.joined(node), view)
+    def on_the_host(self):
+        node = self.call(aten.sin.default, self.program.input(4, device="cpu"))
+        return node, self.call(aten.cos.default, node, stream=0)
+
+    def for_the_caller(self):
+        node = self.sine()
+        return node, self.joined(node), self.call(aten.slice.Tensor, node, 0, 0, 8)
+
+    def test_each_reason(self):
+        """Of a branch, and of one whose results are named."""
+        for hazard, make in (
+            ("a sum", lambda: self.call(aten.sin.default, self.call(aten.sum.default, self.x))),
+            ("a product", lambda: self.call(aten.sin.default, self.call(aten.mm.default, self.x, self.x))),
+            ("a reduction at the end", lambda: self.call(aten.sum.default, self.sine())),
+            ("not forked", lambda: self.sine(**{**FORKED, "after": ()})),
+            ("not joined", lambda: self.sine(**{**FORKED, "promised_to": ()})),
+            ("tokens that are not known", self.without_tokens),
+            ("a stream of copies", lambda: self.sine(stream=copy_out_stream(0))),
+            ("a stream that the program names", self.named_by_the_program),
+            ("work on the host", self.on_the_host),
+            ("a copy between devices", self.copy_between_devices),
+            ("memory that the caller gets", self.for_the_caller),
+        ):
+            with self.subTest(hazard):
+                self.setUp()
+                made = make()
+                node, *results = made if isinstance(made, tuple) else (made, self.joined(made))
+                placed = {n: node_stream(n) for n in self.program.graph.nodes}
+                self.assertEqual(self.fold(*results), [])
+                self.assertEqual({n: node_stream(n) for n in placed}, placed)
 
 
 class TestResults(FoldingTestCase):

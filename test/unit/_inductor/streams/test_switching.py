@@ -285,34 +285,19 @@ class TestShownBlocks(TestCase):
         self.assertEqual((found[0], found[-1]), ("first()", "last()"))
         return found[1:-1]
 
-    def test_block(self):
-        found = self.shown(self.on(1, "a"), "del x", Launch(), "mm()", self.on(0), "mm()")
-        wanted = ["del x", "push a", "launch", "mm()", "pop", "mm()"]
-        self.assertEqual(found, wanted)
-
-    def test_blocks_one_after_the_other(self):
-        found = self.shown(self.on(1, "a"), Launch(), self.on(2, "b"), Launch())
-        wanted = ["push a", "launch", "pop", "push b", "launch", "pop"]
-        self.assertEqual(found, wanted)
-
-    def test_nodes_of_one_stream_are_one_block(self):
-        """The first of them names it."""
-        found = self.shown(self.on(1, "a"), Launch(), self.on(1, "b"), Launch())
-        self.assertEqual(found, ["push a", "launch", "launch", "pop"])
-
-    def test_stream_without_work(self):
-        self.assertEqual(self.shown(self.on(1, "a"), "del x"), ["del x"])
-
-    def test_stream_without_a_name(self):
-        self.assertEqual(self.shown(self.on(0), Launch()), ["launch"])
-
-    def test_blocks_of_python(self):
-        found = self.shown(self.on(1, "a"), "mm()", "if x:", "mm()")
-        wanted = ["push a", "mm()", "pop", "if x:", "push a", "mm()", "pop"]
-        self.assertEqual(found, wanted)
-        found = self.shown(self.on(1, "a"), Launch(), Branch(), Launch())
-        wanted = ["push a", "launch", "pop", "branch", "push a", "launch", "pop"]
-        self.assertEqual(found, wanted)
+    def test_blocks(self):
+        on, launch = self.on, Launch()
+        for hazard, lines, wanted in (
+            ("block", [on(1, "a"), "del x", launch, "mm()", on(0), "mm()"], "del x; push a; launch; mm(); pop; mm()"),
+            ("two", [on(1, "a"), launch, on(2, "b"), launch], "push a; launch; pop; push b; launch; pop"),
+            ("two nodes of a stream", [on(1, "a"), launch, on(1, "b"), launch], "push a; launch; launch; pop"),
+            ("stream without work", [on(1, "a"), "del x"], "del x"),
+            ("stream without a name", [on(0), launch], "launch"),
+            ("Python's", [on(1, "a"), "mm()", "if x:", "mm()"], "push a; mm(); pop; if x:; push a; mm(); pop"),
+            ("branch", [on(1, "a"), launch, Branch(), launch], "push a; launch; pop; branch; push a; launch; pop"),
+        ):
+            with self.subTest(hazard):
+                self.assertEqual(self.shown(*lines), wanted.split("; "))
 
     def test_ranges_of_the_program(self):
         written = []
