@@ -3,11 +3,7 @@
 #include "device.h"
 #include "read.h"
 
-static int get_context(Handle *now) {
-    int code = cu.CtxGetCurrent(now);
-    if (code) driver_error(code, "cuCtxGetCurrent");
-    return code ? -1 : 0;
-}
+static int get_context(Handle *now) { return driver_check(cu.CtxGetCurrent(now), "cuCtxGetCurrent", ""); }
 
 /* Asks torch. 1: the device is the thread's. 0: another one is. -1: an error. */
 static int is_current(const Device *self) {
@@ -44,11 +40,8 @@ void device_clear(Device *self) {
 
 int have_context(const Device *self) {
     Handle now;
-    int code;
     if (get_context(&now)) return -1;
-    code = !now && self->context ? cu.CtxSetCurrent(self->context) : 0;
-    if (code) driver_error(code, "cuCtxSetCurrent");
-    return code ? -1 : 0;
+    return now || !self->context ? 0 : driver_check(cu.CtxSetCurrent(self->context), "cuCtxSetCurrent", "");
 }
 
 int current_stream(const Device *self, Handle *stream) {

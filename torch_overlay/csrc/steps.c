@@ -215,9 +215,7 @@ static int launch(const Run *run, const CodeStep *step) {
             return -1;
     }
     Py_BEGIN_ALLOW_THREADS code = cu.LaunchKernelEx(&config, step->kernel, at, NULL);
-    Py_END_ALLOW_THREADS if (!code) return 0;
-    driver_error_at(code, "cuLaunchKernelEx", step->label);
-    return -1;
+    Py_END_ALLOW_THREADS return driver_check(code, "cuLaunchKernelEx", step->label);
 }
 
 static int run_step(const Run *run, const CodeStep *step) {
