@@ -504,9 +504,13 @@ class FakeDevice:
     def relax(self, captured: Any, graph: Any, template: Any, namespace: Any) -> Any:
         known = {"segments": captured.segments, "inputs": len(captured.layout.inputs)}
         known |= {"letters": letters_of(captured.recording.operations, self.function_of)}
-        known |= {"products": captured.products, "results": captured.results, "is_device_memory": bool}
+        known |= {
+            "products": captured.observer.products,
+            "results": captured.observer.results,
+            "is_device_memory": bool,
+        }
         known |= {"room": lambda node: 1 << 20, "extent": lambda node: None}
-        edges = None if captured.products is None else relaxed(template, graph.edges, **known)
+        edges = None if captured.observer.products is None else relaxed(template, graph.edges, **known)
         self.relaxed += edges is not None
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
