@@ -28,8 +28,8 @@ by these, which has its kernels. Calls of all layers, regions and sizes share en
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gc
 import logging
 import threading
 from typing import Any, TYPE_CHECKING
@@ -38,7 +38,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.capture.recording import tensor_at
+from torch_overlay._inductor.relaunch.capture.recording import no_collection, tensor_at
 from torch_overlay._inductor.relaunch.capture.streams import capture_stream
 from torch_overlay._inductor.relaunch.launch.executable import implementation
 from torch_overlay._inductor.relaunch.memory.outputs import view_of
@@ -113,7 +113,7 @@ class Device:
         self._pools: list[Any] = []
         self._elsewhere = 0, 0  # address and bytes
         self._stream, self._handle = (0, 0, 0), 0
-        self._inside: Any = None  # what `leave` restores
+        self.leave: Callable[[], None] = lambda: None  # undoes `enter`
         self._failed = False
         self._threads: set[int | None] = set()  # that have captured, or would have
         self._mine = threading.local()  # `handle`: the thread has one of cuBLAS
@@ -154,22 +154,27 @@ class Device:
         if not self.is_alone() or not capturing.acquire(blocking=False):
             return None
         try:
-            space = self._made_space()
-            if not hasattr(self._mine, "handle"):  # to create one in the capture would break it
-                self._mine.handle = torch.cuda.current_blas_handle()
-            if again:  # the workspaces of the first capture lie in its pool
-                torch._C._cuda_clearCublasWorkspaces()
-            pool, index = self._pools[again].id, self.index
-            stream = torch._C._cuda_getCurrentStream(index)
-            torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+            with contextlib.ExitStack() as inside:
+                inside.callback(capturing.release)
+                space, index = self._made_space(), self.index
+                if not hasattr(self._mine, "handle"):  # to create one in the capture would break it
+                    self._mine.handle = torch.cuda.current_blas_handle()
+                inside.callback(space.end, space.begin())
+                if again:  # the workspaces of the first capture lie in its pool
+                    torch._C._cuda_clearCublasWorkspaces()
+                    inside.callback(torch._C._cuda_clearCublasWorkspaces)
+                pool, stream = self._pools[again].id, torch._C._cuda_getCurrentStream(index)
+                torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+                inside.callback(torch._C._cuda_releasePool, index, pool)
+                inside.callback(torch._C._cuda_endAllocateToPool, index, pool)
+                inside.enter_context(no_collection())
+                inside.callback(_set_stream, stream)
+                _set_stream(self._stream)
+                self.leave = inside.pop_all().close
         except Exception as error:  # the call is made as it is
-            capturing.release()
             self._failed = True
             log.warning("calls of libraries are made as they are, for none can be captured: %s", error)
             return None
-        self._inside = again, pool, space.begin(), stream, gc.isenabled()
-        gc.disable()  # it could destroy objects whose destruction a capture forbids
-        _set_stream(self._stream)
         return self._handle
 
     def is_alone(self) -> bool:
@@ -180,21 +185,6 @@ class Device:
         if me in alive:
             self._threads = (self._threads & alive) | {me}
         return len(self._threads) < 2
-
-    def leave(self) -> None:
-        again, pool, before, stream, collects = self._inside
-        try:
-            if collects:
-                gc.enable()
-            _set_stream(stream)
-            torch._C._cuda_endAllocateToPool(self.index, pool)
-            torch._C._cuda_releasePool(self.index, pool)
-            if again:
-                torch._C._cuda_clearCublasWorkspaces()
-            assert self._space is not None
-            self._space.end(before)
-        finally:
-            capturing.release()
 
     def _made_space(self) -> AddressSpace:
         if self._space is None:
