@@ -51,7 +51,7 @@ KIND_NAMES = {
 INVALID_VALUE = 1
 CAPTURE_INVALIDATED = 2
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
-MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
+MEMORY_HOST, MEMORY_DEVICE, MEMORY_UNIFIED = 1, 2, 4
 
 
 class KernelLaunch(NamedTuple):
@@ -107,9 +107,6 @@ class Driver:
 
     def nodes(self, graph: int) -> list[int]:
         return self.fast.nodes(graph)
-
-    def count(self, graph: int) -> int:
-        return len(self.nodes(graph))
 
     def captured_into(self, stream: int) -> int:
         """Return the graph that a stream is captured into; 0 if it isn't captured."""
