@@ -368,22 +368,22 @@ class Placing(AllocationObserver):
         asked = self.plan.asked.get(number)
         key = _key(func, args, kwargs) if asked is None else None
         before = self._before.get(key) if key is not None else None
-        with self.recording.apart(before[:2] if before is not None else asked) as apart:
-            result = self._call(func, args, kwargs)
-        sizes = sorted(apart.segments.values())
+        call, known = functools.partial(self._call, func, args, kwargs), before[:2] if before is not None else asked
+        result, segments, (count, requested) = self.recording.apart(call, known)
+        sizes = sorted(segments.values())
         if before is not None and sizes != before[2]:
-            apart.count, apart.requested = -1, sum(sizes)  # at most
+            count, requested = -1, sum(sizes)  # at most
         elif before is None and key is not None:
-            self._before[key] = apart.count, apart.requested, sizes
-        if apart.segments:
-            self.asked[number] = apart.count, apart.requested
+            self._before[key] = count, requested, sizes
+        if segments:
+            self.asked[number] = count, requested
         results = {t.untyped_storage().data_ptr(): t for t in tensors(result)}
-        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
-        temporary = aligned(apart.requested - sum(made.values()))
-        for address, size in apart.segments.items():
+        made = {a: results[a].untyped_storage().nbytes() for a in segments if a in results}
+        temporary = aligned(requested - sum(made.values()))
+        for address, size in segments.items():
             # If an address was used twice, the second allocation there may be the smaller one.
             least = made.get(address, temporary)
-            bytes = min(size, least if apart.once else max(least, temporary))
+            bytes = min(size, least if count == len(segments) else max(least, temporary))
             (self.placed if planned and address in made else self.scratch)[address] = bytes
             if address in made:
                 lives.begin(results[address])

@@ -21,7 +21,6 @@ import contextlib
 import functools
 import gc
 import weakref
-from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -33,7 +32,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Conditional
 
@@ -48,21 +47,6 @@ def tensor_at(address: int, view: TensorView, device: torch.device) -> torch.Ten
 PART = 1 << 20  # words whose sum is taken at a time
 
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
-
-
-@dataclass
-class IsolatedAllocations:
-    """Allocations of a call in a pool of its own: sizes of the segments by address, how many allocations there were,
-    and of how many bytes."""
-
-    segments: dict[int, int] = field(default_factory=dict)
-    count: int = 0
-    requested: int = 0
-
-    @property
-    def once(self) -> bool:
-        """True if each address was used only once."""
-        return self.count == len(self.segments)
 
 
 class Recording(AddressSpace):
@@ -126,19 +110,22 @@ class Recording(AddressSpace):
         used = ((address, size) for address, size in self.allocations() if address not in self._ignored)
         return [self._placed.get(address, (address, size)) for address, size in used]
 
-    @contextlib.contextmanager
-    def apart(self, asked: tuple[int, int] | None) -> Iterator[IsolatedAllocations]:
-        """Give this thread's allocations a pool of their own, and each a segment. `asked`: how many there will be, and
-        of how many bytes, if that is known."""
-        apart, before = IsolatedAllocations(), self.allocations_made()
-        then = (0, 0) if asked is not None else self.owner.allocated()
+    def apart(
+        self, call: Callable[[], Any], asked: tuple[int, int] | None
+    ) -> tuple[Any, dict[int, int], tuple[int, int]]:
+        """Make a call whose allocations have a pool of their own, and each a segment. Return its result, the sizes of
+        the segments by address, and how many allocations there were, and of how many bytes: `asked`, if that is known.
+        """
+        before, then = self.allocations_made(), self.owner.allocated() if asked is None else (0, 0)
         with self.within(self.pool(no_split=True)):
-            yield apart
+            result = call()
         if self.allocations_made() == before:
-            return
-        # The counts are of the whole device: other threads' allocations are included, and make them too large at most.
-        apart.count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
-        apart.segments = dict(self.allocations(before))
+            return result, {}, (0, 0)
+        if asked is None:
+            # They are of the whole device: other threads' allocations are included, and make them too large at most.
+            (count, requested), (count_then, requested_then) = self.owner.allocated(), then
+            asked = count - count_then, requested - requested_then
+        return result, dict(self.allocations(before)), asked
 
     def nodes(self) -> list[int]:
         """Return the handles of the nodes that the graph has so far."""
