@@ -603,7 +603,7 @@ class TestOnGpu(unittest.TestCase):
     def test_two_captures_are_proven(self):
         """With a library that takes a workspace from the capture's pool."""
         torch = self.torch
-        from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+        from torch_overlay._inductor.relaunch.capture.recording import AddressSpace
 
         def fn(x, y):
             torch.mm(x, x, out=y)

@@ -177,7 +177,7 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
 
 def memory_stats(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Seam of torch.cuda.memory.memory_stats_as_nested_dict."""
-    from torch_overlay._inductor.relaunch.capture.address_space import drop_empty_pools
+    from torch_overlay._inductor.relaunch.capture.recording import drop_empty_pools
 
     stats = original(*args, **kwargs)
     drop_empty_pools(stats)

@@ -39,7 +39,7 @@ compiled (`notes`, `rewrites`):
    isn't in sight. And where a bisector (`torch._inductor.compiler_bisector`) turns off a backward alone, Inductor asks
    for trees that there aren't, and raises.
 7. The preparation of the first capture while kernels are compiled: it is a part of the first call.
-8. Statistics of the allocator: they list the pools of all captures (`capture.address_space`).
+8. Statistics of the allocator: they list the pools of all captures (`capture.recording`).
 """
 
 from __future__ import annotations
