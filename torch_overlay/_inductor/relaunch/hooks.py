@@ -90,9 +90,9 @@ def post_compile(
     saves. If the option asks for it, name its calls in profiles."""
     switch = graph_kwargs.get("cudagraphs")
     with (
-        residing(compiled) as found,
+        residing(compiled) as residents,
         _choosing(compiled, switch, graph_kwargs.get("boxed_forward_device_index")),
-        wrapping(compiled, switch, *found),
+        wrapping(compiled, switch, residents),
     ):
         original(compiled, example_inputs, constants, graph_kwargs)
         if inductor_config.cudagraph_policy is RELAUNCH:
