@@ -132,20 +132,18 @@ class Driver:
     def memcpy(self, node: int) -> Any:
         return self.call("cuGraphMemcpyNodeGetParams", self.api.CUgraphNode(node))
 
-    def set_memcpy(self, node: int, copy: CopyNode) -> None:
-        """Set the parameters of a node in a graph, not in an executable."""
-        kind = self.api.CUmemorytype
+    def point_memcpy(self, node: CopyNode, addresses: Mapping[int, int]) -> None:
+        """Have a node in a graph, not in an executable, copy at these addresses, by parameter, in place of its own."""
         params = self.api.CUDA_MEMCPY3D()
-        for end, (address, pitch, rows, on_host) in zip(("dst", "src"), copy.sides, strict=True):
-            setattr(params, f"{end}MemoryType", kind.CU_MEMORYTYPE_HOST if on_host else kind.CU_MEMORYTYPE_DEVICE)
-            if on_host:
-                setattr(params, f"{end}Host", address)
-            else:
-                setattr(params, f"{end}Device", self.api.CUdeviceptr(address))
-            setattr(params, f"{end}Pitch", pitch)
-            setattr(params, f"{end}Height", rows)
-        params.WidthInBytes, params.Height, params.Depth = copy.width, copy.height, copy.depth
-        self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
+        for number, (end, side) in enumerate(zip(("dst", "src"), node.sides, strict=True)):
+            address = addresses.get(number, side.address)
+            kind, value = ("Host", address) if side.on_host else ("Device", self.api.CUdeviceptr(address))
+            setattr(params, f"{end}MemoryType", getattr(self.api.CUmemorytype, f"CU_MEMORYTYPE_{kind.upper()}"))
+            setattr(params, f"{end}{kind}", value)
+            setattr(params, f"{end}Pitch", side.pitch)
+            setattr(params, f"{end}Height", side.rows)
+        params.WidthInBytes, params.Height, params.Depth = node.width, node.height, node.depth
+        self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node.handle), params)
 
     def layout(self, func: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, size) of each of the function's parameters in its packed block."""

@@ -258,15 +258,8 @@ def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Drive
     half = -(-max(node.width for node in nodes) // 512) * 512
     memory = empty((2 * half,), (1,), torch.uint8)
     for node, parameters in nodes.items():
-        addresses = {p: memory.data_ptr() + p * half for p in parameters}
-        driver.set_memcpy(node.handle, pointed(node, addresses))
+        driver.point_memcpy(node, {p: memory.data_ptr() + p * half for p in parameters})
     return memory
-
-
-def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
-    """Return the node with these addresses, by parameter, in place of its own."""
-    to, source = (side._replace(address=addresses.get(p, side.address)) for p, side in enumerate(node.sides))
-    return dataclasses.replace(node, sides=(to, source))
 
 
 def emptied(template: Template) -> Template:
