@@ -28,26 +28,8 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
 
 
-UNKNOWN = -1
 KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
 CONDITIONAL = 13
-KIND_NAMES = {
-    KERNEL: "kernel",
-    MEMCPY: "memcpy",
-    MEMSET: "memset",
-    HOST: "host callback",
-    CHILD_GRAPH: "child graph",
-    EMPTY: "empty",
-    WAIT_EVENT: "wait for an event",
-    RECORD_EVENT: "record of an event",
-    8: "semaphore signal",
-    9: "semaphore wait",
-    10: "memory allocation",
-    11: "memory free",
-    12: "batch of memory operations",
-    CONDITIONAL: "conditional",
-    UNKNOWN: "unknown kind",
-}
 INVALID_VALUE = 1
 CAPTURE_INVALIDATED = 2
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges

@@ -47,14 +47,23 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.graph.driver import Driver, KernelLaunch
 
 
-ADVICE = {
-    cu.HOST: "a host function was called in the region",
-    cu.CHILD_GRAPH: "a library launched a CUDA graph of its own",
-    cu.WAIT_EVENT: "the region waits for an event of the code around it",
-    cu.RECORD_EVENT: "the region records an event that code around it can see",
-    10: "a library allocated memory in the stream",
-    11: "a library freed memory in the stream",
-    13: "control flow on the device",
+NOT_PATCHED = "nodes of this kind can't be patched"
+# The name of each kind of nodes, and how a region got one that there is no way to patch.
+KINDS = {
+    cu.KERNEL: ("kernel", ""),
+    cu.MEMCPY: ("memcpy", ""),
+    cu.MEMSET: ("memset", ""),
+    cu.HOST: ("host callback", "a host function was called in the region"),
+    cu.CHILD_GRAPH: ("child graph", "a library launched a CUDA graph of its own"),
+    cu.EMPTY: ("empty", ""),
+    cu.WAIT_EVENT: ("wait for an event", "the region waits for an event of the code around it"),
+    cu.RECORD_EVENT: ("record of an event", "the region records an event that code around it can see"),
+    8: ("semaphore signal", NOT_PATCHED),
+    9: ("semaphore wait", NOT_PATCHED),
+    10: ("memory allocation", "a library allocated memory in the stream"),
+    11: ("memory free", "a library freed memory in the stream"),
+    12: ("batch of memory operations", NOT_PATCHED),
+    cu.CONDITIONAL: ("conditional", "control flow on the device"),
 }
 
 
@@ -131,8 +140,8 @@ def _other_node(driver: Driver, index: int, handle: int, kind: int) -> Node:
         return _copy_node(driver, index, handle)
     if kind == cu.EMPTY:
         return EmptyNode(index=index, handle=handle)
-    what = cu.KIND_NAMES.get(kind, cu.KIND_NAMES[cu.UNKNOWN])
-    raise Unprovable("node-kind", ADVICE.get(kind, "nodes of this kind can't be patched"), node=f"{index} ({what})")
+    what, why = KINDS.get(kind, ("unknown kind", NOT_PATCHED))
+    raise Unprovable("node-kind", why, node=f"{index} ({what})")
 
 
 def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
@@ -171,7 +180,7 @@ def tidy(graph: Any, *, driver: Driver, made: dict[int, int] | None = None) -> l
     foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
     if foreign:
         # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
-        return [f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign]
+        return [f"graph with {KINDS.get(kind, (str(kind),))[0]} nodes" for kind in foreign]
     plain = [(u, v) for u, v, is_plain in structure.edges if is_plain]  # edges that mean full completion
     special = {node for u, v, is_plain in structure.edges if not is_plain for node in (u, v)}
     before, after = directly_after(structure.nodes, [(v, u) for u, v in plain]), directly_after(structure.nodes, plain)
@@ -189,7 +198,7 @@ def tidy(graph: Any, *, driver: Driver, made: dict[int, int] | None = None) -> l
                 raise Unprovable("edges", "it has programmatic dependencies")
             made[node] = _replaced(driver, handle, node, launch, now(before[node]), now(after[node]))
         except Exception as error:  # also Triton's; the node is kept
-            kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
+            kept.append(f"{KINDS[kind][0]} node {index}: {error}")
     driver.remove_edges(handle, implied_edges({made.get(u, u): now(vs) for u, vs in after.items()}))
     return kept
 
