@@ -11,7 +11,7 @@
 
 #include <structmember.h>
 
-/* Stands for counters[group][name]. The objects belong to whoever has the counter. */
+/* Stands for counters[group][name]. */
 typedef struct {
     PyObject *counters, *group, *name;
     const void *seen[5]; /* where it was: to prefetch, never to read */
@@ -30,7 +30,7 @@ typedef struct {
 } Recipe;
 
 /* How the memory of a graph is allocated, and how outputs are made of that and of the inputs. Regions are, in order:
-   inputs, storages of outputs, scratch. The objects belong to the call. */
+   inputs, storages of outputs, scratch. */
 typedef struct {
     PyObject *empty;                  /* makes a tensor of (size, stride, dtype) */
     PyObject *storages;               /* its arguments for each storage */
@@ -66,6 +66,7 @@ typedef struct {
     PyObject *replay; /* keeps the executable; not called if the driver launches */
     int direct;
     PyObject *misaligned;
+    PyObject *kept;                       /* keeps all objects above but the device's */
     unsigned long long launches, patched; /* patched: nodes set for them */
     PyObject *counts;                     /* keeps `*count`; NULL if there is none */
     unsigned long long *count;            /* launches of this and of others */
@@ -374,30 +375,10 @@ done:
 
 static PyTypeObject *call_type;
 
-#define AT(field) offsetof(Call, field)
-
-/* The objects that a call owns. */
-static const size_t objects[] = {AT(layout.empty),
-                                 AT(layout.storages),
-                                 AT(layout.raw_alloc),
-                                 AT(layout.raw_delete),
-                                 AT(layout.typed),
-                                 AT(layout.recipes),
-                                 AT(layout.reinterpret),
-                                 AT(counter.counters),
-                                 AT(counter.group),
-                                 AT(counter.name),
-                                 AT(replay),
-                                 AT(misaligned),
-                                 AT(counts)};
-
-#define OBJECTS (sizeof objects / sizeof *objects)
-
-static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)self + objects[i]); }
-
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
+    Py_XDECREF(self->kept);
+    Py_XDECREF(self->counts);
     device_clear(&self->device);
     blocks_clear(&self->blocks);
     pool_free(&self->pool);
@@ -458,20 +439,21 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
             &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type, &layout->recipes, &layout->empty,
             &layout->reinterpret, &self->replay, &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc,
             &release, &device, &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
-        /* The references that were parsed are borrowed: drop them. */
-        memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
         return NULL;
     }
-    for (size_t i = 0; i < OBJECTS; i++) Py_XINCREF(owned(self, i));
+    self->kept = PyTuple_Pack(12, layout->storages, layout->typed, layout->recipes, layout->empty, layout->reinterpret,
+                              layout->raw_alloc, layout->raw_delete, self->replay, self->misaligned, counter->counters,
+                              counter->group, counter->name);
     blocks->exec = (Handle)(uintptr_t)exec;
     layout->inputs = PyTuple_GET_SIZE(inputs);
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
-    if (blocks_init(blocks, &self->pool, regions, nodes, slots, words) || device_init(&self->device, device)
-        || read_numbers(self, numbers) || bind_inputs(self, inputs) || read_order(layout, &self->pool, order)
-        || read_recipes(layout, &self->pool, &self->least) || check_regions(self)) {
+    if (!self->kept || blocks_init(blocks, &self->pool, regions, nodes, slots, words)
+        || device_init(&self->device, device) || read_numbers(self, numbers) || bind_inputs(self, inputs)
+        || read_order(layout, &self->pool, order) || read_recipes(layout, &self->pool, &self->least)
+        || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }

@@ -18,13 +18,9 @@ int device_init(Device *self, PyObject *given) {
     int code;
     if (!is_tuple(given, "the device", -1)
         || !PyArg_ParseTuple(given, "OOOK;a device is (index, current, stream_of, stream)", &self->number,
-                             &self->current, &self->stream_of, &stream)) {
-        self->number = self->current = self->stream_of = NULL; /* they are borrowed */
+                             &self->current, &self->stream_of, &stream))
         return -1;
-    }
-    Py_INCREF(self->number);
-    Py_INCREF(self->current);
-    Py_INCREF(self->stream_of);
+    self->given = Py_NewRef(given);
     self->stream = (int (*)(int, Handle *))(uintptr_t)stream;
     self->index = PyLong_AsLong(self->number);
     if (PyErr_Occurred() || (code = is_current(self)) < 0) return -1;
@@ -32,11 +28,7 @@ int device_init(Device *self, PyObject *given) {
     return 0;
 }
 
-void device_clear(Device *self) {
-    Py_CLEAR(self->number);
-    Py_CLEAR(self->current);
-    Py_CLEAR(self->stream_of);
-}
+void device_clear(Device *self) { Py_CLEAR(self->given); }
 
 int have_context(const Device *self) {
     Handle now;
