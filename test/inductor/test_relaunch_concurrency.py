@@ -376,13 +376,18 @@ class TestRegions(RelaunchTestCase):
         for _ in range(2):
             run(list(inputs))
         (captured,) = seen
-        self.assertEqual([(p.first, p.end) for p in captured.products], [(0, 1), (1, 2), (3, 4)])
+        self.assertEqual([(p.first, p.end) for p in captured.observer.products], [(0, 1), (1, 2), (3, 4)])
         at = {s.address: s.region for s in captured.segments}
-        regions = [[[at[address] for address, _ in each] for each in (p.reads, p.writes)] for p in captured.products]
+        regions = [
+            [[at[address] for address, _ in ranges] for ranges in (p.reads, p.writes)]
+            for p in captured.observer.products
+        ]
         q, k = regions[0][1], regions[1][1]
         self.assertEqual(regions[:2], [[[0, 1], q], [[3, 0, 2], k]])
         self.assertEqual(regions[2][0], q + k)
-        self.assertEqual([size for _, size in captured.products[0].reads + captured.products[0].writes], [256] * 3)
+        self.assertEqual(
+            [size for _, size in captured.observer.products[0].reads + captured.observer.products[0].writes], [256] * 3
+        )
 
     def test_independent_neighbours(self):
         source = PROJECTIONS.replace("extern_kernels", "torch")

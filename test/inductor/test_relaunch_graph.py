@@ -19,7 +19,7 @@ from stand_ins.captured_words import LOW, memory, slots, SPAN, u32, u64
 from stand_ins.graph_api import FakeApi
 from torch_overlay import orders
 from torch_overlay._inductor.relaunch import graph
-from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+from torch_overlay._inductor.relaunch.capture.recording import AddressSpace
 from torch_overlay._inductor.relaunch.graph import driver as cu, fill_copy_kernels, read
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.proof.functions import signatures_of

@@ -24,7 +24,7 @@ from stand_ins.relaunch_device import Executable
 from torch_overlay import config
 from torch_overlay._functorch.streams.hooks import collect_bw_donated_buffer_idxs
 from torch_overlay._inductor.relaunch import causes, policy, runner
-from torch_overlay._inductor.relaunch.capture import address_space
+from torch_overlay._inductor.relaunch.capture import recording
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
@@ -915,7 +915,7 @@ class TestStatisticsOfPools(unittest.TestCase):
 
         stats = {"segment": 1, "reserved_bytes_by_private_pools": {(0, 1): pool(0), (0, 2): pool(0), (0, 3): pool(8)}}
         with (
-            mock.patch.object(address_space, "pools_made", {(0, 2), (0, 3), (0, 4)}),
+            mock.patch.object(recording, "pools_made", {(0, 2), (0, 3), (0, 4)}),
             mock.patch.object(torch.cuda.memory, "is_initialized", lambda: True),
             mock.patch.object(torch._C, "_cuda_memoryStats", lambda index: stats),
         ):

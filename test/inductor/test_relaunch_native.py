@@ -24,7 +24,7 @@ from stand_ins import c_module, relaunch_driver
 from stand_ins.relaunch_case import run_in_threads
 from stand_ins.relaunch_driver import At, driver, kernel, Patched, word
 from torch_overlay import csrc
-from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+from torch_overlay._inductor.relaunch.capture.recording import AddressSpace
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.launch import executable, relaunch
 from torch_overlay._inductor.relaunch.launch.executable import call_maker, Part

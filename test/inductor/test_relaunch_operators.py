@@ -1,6 +1,5 @@
 """Tests of what a capture learns of the memory of operators."""
 
-import contextlib
 import math
 import types
 
@@ -10,7 +9,6 @@ from torch._dynamo.test_case import TestCase
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.capture.allocations import AllocationPlan, FULL, Placing, storages
 from torch_overlay._inductor.relaunch.capture.capture import _is_plain
-from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 
 
 def placed(*size, skew=0):
@@ -31,13 +29,10 @@ class TestOperators(TestCase):
         self.function = lambda *args, **kwargs: self.kept[-1]
         self.number = 0
 
-    @contextlib.contextmanager
-    def apart(self, asked):
+    def apart(self, call, asked):
         self.asked.append(asked is None)
-        made = IsolatedAllocations()
-        yield made
-        made.segments = self.segments.pop(0)
-        made.count, made.requested = (len(made.segments), 1000) if asked is None else asked
+        segments = self.segments.pop(0)
+        return call(), segments, (len(segments), 1000) if asked is None else asked
 
     def run_one(self, *args, segments=None, **kwargs):
         """Run an operator that returns a tensor, and has segments of these bytes. Return whether the allocator was

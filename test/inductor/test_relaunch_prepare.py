@@ -13,8 +13,8 @@ from stand_ins.relaunch_case import ADD, RelaunchTestCase
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch import causes
 from torch_overlay._inductor.relaunch.capture import device
-from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.device import Cuda
+from torch_overlay._inductor.relaunch.capture.recording import AddressSpace
 from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
 from torch_overlay._inductor.relaunch.launch import executable
 

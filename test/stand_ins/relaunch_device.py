@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from stand_ins import relaunch_driver
 from torch_overlay._inductor.relaunch import compiled_region, governor
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 from torch_overlay._inductor.relaunch.governor import Governor
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.keys import bit_key
@@ -214,13 +213,11 @@ class Recording:
     def allocations(self, first: int) -> list[tuple[int, int]]:
         return self.taken[first:]
 
-    @contextlib.contextmanager
-    def apart(self, asked: Any) -> Any:
-        apart, before = IsolatedAllocations(), len(self.taken)
-        yield apart
-        apart.segments = dict(self.taken[before:])
-        made = len(apart.segments), sum(apart.segments.values())
-        apart.count, apart.requested = made if asked is None else asked
+    def apart(self, call: Any, asked: Any) -> Any:
+        before, result = len(self.taken), call()
+        segments = dict(self.taken[before:])
+        made = len(segments), sum(segments.values())
+        return result, segments, made if asked is None else asked
 
     def pool(self) -> Any:
         return object()
@@ -504,9 +501,13 @@ class FakeDevice:
     def relax(self, captured: Any, graph: Any, template: Any, namespace: Any) -> Any:
         known = {"segments": captured.segments, "inputs": len(captured.layout.inputs)}
         known |= {"letters": letters_of(captured.recording.operations, self.function_of)}
-        known |= {"products": captured.products, "results": captured.results, "is_device_memory": bool}
+        known |= {
+            "products": captured.observer.products,
+            "results": captured.observer.results,
+            "is_device_memory": bool,
+        }
         known |= {"room": lambda node: 1 << 20, "extent": lambda node: None}
-        edges = None if captured.products is None else relaxed(template, graph.edges, **known)
+        edges = None if captured.observer.products is None else relaxed(template, graph.edges, **known)
         self.relaxed += edges is not None
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges

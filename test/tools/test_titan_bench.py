@@ -298,7 +298,7 @@ class TestCaptures(unittest.TestCase):
             mock.patch("torch.cuda.graphs.register_graph_capture_end_hook") as register,
             mock.patch("torch_overlay._inductor.relaunch.graph.driver.Driver") as driver,
         ):
-            driver.return_value.count = counts.__getitem__
+            driver.return_value.nodes = lambda graph: range(counts[graph])
             seen = titan_process.watch_captures()
             for number in counts:
                 register.call_args.args[0](mock.Mock(raw_cuda_graph=lambda number=number: number))

@@ -102,7 +102,7 @@ def watch_captures() -> Counter[str]:
     seen, reader = Counter(captures=0, nodes=0), Driver()
 
     def note(graph: torch.cuda.CUDAGraph) -> None:
-        if nodes := reader.count(graph.raw_cuda_graph()):
+        if nodes := len(reader.nodes(graph.raw_cuda_graph())):
             seen.update(captures=1, nodes=nodes)
 
     torch.cuda.graphs.register_graph_capture_end_hook(note)

@@ -1,14 +1,17 @@
-/* A relaunch as one call: Note [A relaunch]. `call` reads and checks all that a `Call` is to know. */
+/* A relaunch as one call: Note [A relaunch]. `call` reads and checks all that a `Call` is to know.
+
+   A launch allocates the storages of outputs, and scratch, the largest first; each output is made by a recipe. The
+   scratch is no tensor: torch's C functions allocate and free it, or where they fail its Python functions, which raise
+   torch's errors. */
 
 #include "data_ptr.h"
 #include "device.h"
-#include "launch_memory.h"
 #include "module.h"
 #include "patch.h"
 
 #include <structmember.h>
 
-/* Stands for counters[group][name]. The objects belong to whoever has the counter. */
+/* Stands for counters[group][name]. */
 typedef struct {
     PyObject *counters, *group, *name;
     const void *seen[5]; /* where it was: to prefetch, never to read */
@@ -18,6 +21,36 @@ typedef struct {
     Py_ssize_t position;
     uint64_t mask;
 } Input;
+
+/* The objects are those of a tuple of `recipes`. */
+typedef struct {
+    int kind;
+    Py_ssize_t number;
+    PyObject *object, *size, *stride, *offset;
+} Recipe;
+
+/* How the memory of a graph is allocated, and how outputs are made of that and of the inputs. Regions are, in order:
+   inputs, storages of outputs, scratch. */
+typedef struct {
+    PyObject *empty;                  /* makes a tensor of (size, stride, dtype) */
+    PyObject *storages;               /* its arguments for each storage */
+    size_t scratch;                   /* bytes, which are no tensor */
+    PyObject *raw_alloc, *raw_delete; /* torch's Python functions for the scratch, */
+    int (*alloc)(uint64_t, Handle *); /* and its C functions, which return 0 on success; or NULL */
+    int (*release)(Handle);
+    Py_ssize_t inputs, allocated, *order; /* order: of what is allocated, as regions after the inputs */
+    PyObject *recipes;                    /* (kind, number, object, size, stride, offset) of each output */
+    Recipe *recipe;
+    PyObject *typed;       /* (storage, dtype) of views of storages, which come after these */
+    Py_ssize_t *viewed;    /* the storage of each */
+    PyObject *reinterpret; /* makes a view of a tensor */
+} Layout;
+
+/* What one launch has allocated. */
+typedef struct {
+    PyObject *storages; /* then the typed views */
+    Handle scratch;
+} Memory;
 
 /* An executable bound to a layout. */
 typedef struct {
@@ -33,6 +66,7 @@ typedef struct {
     PyObject *replay; /* keeps the executable; not called if the driver launches */
     int direct;
     PyObject *misaligned;
+    PyObject *kept;                       /* keeps all objects above but the device's */
     unsigned long long launches, patched; /* patched: nodes set for them */
     PyObject *counts;                     /* keeps `*count`; NULL if there is none */
     unsigned long long *count;            /* launches of this and of others */
@@ -71,6 +105,161 @@ static inline void counter_fetch(const Counter *self) {
     for (size_t i = 0; i < sizeof self->seen / sizeof *self->seen; i++) __builtin_prefetch(self->seen[i]);
 }
 
+/* -- memory and outputs */
+
+static size_t scratch_region(const Layout *self) { return (size_t)(self->inputs + PyTuple_GET_SIZE(self->storages)); }
+
+/* Each allocated region has to be in the order once: the storages, and the scratch if there is any. */
+static int read_order(Layout *self, Pool *pool, PyObject *order) {
+    Py_ssize_t made = PyTuple_GET_SIZE(self->storages), all = made + (self->scratch != 0);
+    for (Py_ssize_t i = 0; i < made; i++)
+        if (!is_tuple(PyTuple_GET_ITEM(self->storages, i), "allocation", i)) return -1;
+    if (!(self->order = read_row(pool, order, "the order", 0, all, &self->allocated))) return -1;
+    if (self->allocated != all) return refuse("so many regions are not allocated");
+    for (Py_ssize_t i = 0; i < all; i++)
+        for (Py_ssize_t j = 0; j < i; j++)
+            if (self->order[j] == self->order[i]) return refuse("the order names a region twice");
+    return 0;
+}
+
+/* Kinds of recipes: the recipe's object, the output `number`, the input `number`, the tensor of storage `number`, a
+   view of that or of one of the `typed` after them, and what the object makes of the inputs and the storages. */
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, MADE };
+
+static PyObject *name_view;
+
+static int read_typed(Layout *self, Pool *pool) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->typed);
+    if (!(self->viewed = pool_zeros(pool, count, sizeof *self->viewed))) return -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GET_ITEM(self->typed, i), *dtype;
+        if (!is_tuple(item, "typed view", i)
+            || !PyArg_ParseTuple(item, "nO;a typed view is (storage, dtype)", &self->viewed[i], &dtype))
+            return -1;
+        if (self->viewed[i] < 0 || self->viewed[i] >= PyTuple_GET_SIZE(self->storages))
+            return refuse("a typed view of no storage");
+    }
+    return 0;
+}
+
+/* Raises `least` so that a list of that many inputs has each that is an output. */
+static int read_recipes(Layout *self, Pool *pool, Py_ssize_t *least) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->recipes), storages = PyTuple_GET_SIZE(self->storages);
+    Py_ssize_t parts = storages + PyTuple_GET_SIZE(self->typed);
+    if (read_typed(self, pool) || !(self->recipe = pool_zeros(pool, count, sizeof *self->recipe))) return -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GET_ITEM(self->recipes, i);
+        Recipe *each = &self->recipe[i];
+        Py_ssize_t ends[] = {1, i, PY_SSIZE_T_MAX, storages, parts, 1};
+        if (!is_tuple(item, "recipe", i)
+            || !PyArg_ParseTuple(item, "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind,
+                                 &each->number, &each->object, &each->size, &each->stride, &each->offset))
+            return -1;
+        if (each->kind < GIVEN || each->kind > MADE || each->number < 0 || each->number >= ends[each->kind])
+            return refuse("a recipe of an output names what isn't there");
+        if (each->kind == SAME && each->number >= *least)
+            *least = each->number + 1; /* inputs that are no region may come last */
+    }
+    return 0;
+}
+
+static int allocate_scratch(const Layout *self, Handle stream, Handle *address) {
+    PyObject *made;
+    if (self->alloc && !self->alloc(self->scratch, address)) return 0;
+    *address = NULL;
+    made = PyObject_CallFunction(self->raw_alloc, "nN", (Py_ssize_t)self->scratch, PyLong_FromVoidPtr(stream));
+    if (!made) return -1;
+    *address = PyLong_AsVoidPtr(made);
+    Py_DECREF(made);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int release(const Layout *self, Handle address) {
+    PyObject *number, *done;
+    if (self->release && !self->release(address)) return 0;
+    if (!(number = PyLong_FromVoidPtr(address))) return -1;
+    done = PyObject_CallOneArg(self->raw_delete, number);
+    Py_DECREF(number);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Frees the scratch, if there is any; an error that is set already is kept. */
+static int free_scratch(const Layout *self, Memory *memory) {
+    PyObject *type, *value, *trace;
+    Handle was = memory->scratch;
+    int code;
+    if (!was) return 0;
+    memory->scratch = NULL;
+    PyErr_Fetch(&type, &value, &trace);
+    code = release(self, was);
+    if (type) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+    }
+    return code;
+}
+
+/* Allocates, and writes the addresses of the regions after the inputs into `base`, where those of the inputs are. What
+   is allocated when it fails is in `memory`. */
+static int allocate_memory(const Layout *self, Handle stream, Memory *memory, uint64_t *base) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->storages);
+    base += self->inputs;
+    base[count] = 0;
+    if (!(memory->storages = PyTuple_New(count + PyTuple_GET_SIZE(self->typed)))) return -1;
+    for (Py_ssize_t i = 0; i < self->allocated; i++) {
+        Py_ssize_t k = self->order[i];
+        PyObject *made;
+        if (k == count) {
+            if (allocate_scratch(self, stream, &memory->scratch)) return -1;
+            base[k] = (uint64_t)(uintptr_t)memory->scratch;
+            continue;
+        }
+        if (!(made = PyObject_Call(self->empty, PyTuple_GET_ITEM(self->storages, k), NULL))) return -1;
+        PyTuple_SET_ITEM(memory->storages, k, made);
+        if (address_of(made, base + k)) return -1;
+    }
+    return 0;
+}
+
+static PyObject *view_of(const Layout *self, PyObject *of, const Recipe *recipe) {
+    PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset};
+    return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
+}
+
+/* Makes the views of storages as other dtypes, which come after these. */
+static int make_typed(const Layout *self, PyObject *storages) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->storages);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->typed); i++) {
+        PyObject *dtype = PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->typed, i), 1);
+        PyObject *made = PyObject_CallMethodOneArg(PyTuple_GET_ITEM(storages, self->viewed[i]), name_view, dtype);
+        if (!made) return -1;
+        PyTuple_SET_ITEM(storages, count + i, made);
+    }
+    return 0;
+}
+
+/* Returns a new tuple of the outputs, or NULL with an error. `source`: the inputs. */
+static PyObject *make_outputs(const Layout *self, PyObject *source, PyObject *storages) {
+    Py_ssize_t recipes = PyTuple_GET_SIZE(self->recipes);
+    PyObject *result = make_typed(self, storages) ? NULL : PyTuple_New(recipes), *args[] = {source, storages};
+    for (Py_ssize_t i = 0; result && i < recipes; i++) {
+        const Recipe *each = &self->recipe[i];
+        Py_ssize_t n = each->number;
+        PyObject *out = NULL;
+        switch (each->kind) {
+        case GIVEN: out = Py_NewRef(each->object); break;
+        case REPEATED: out = Py_NewRef(PyTuple_GET_ITEM(result, n)); break;
+        case SAME: out = PySequence_GetItem(source, n); break;
+        case WHOLE: out = Py_NewRef(PyTuple_GET_ITEM(storages, n)); break;
+        case PART: out = view_of(self, PyTuple_GET_ITEM(storages, n), each); break;
+        case MADE: out = PyObject_Vectorcall(each->object, args, 2, NULL); break;
+        }
+        set_item(&result, i, out);
+    }
+    return result;
+}
+
 /* -- launching */
 
 static __thread int launching; /* this thread holds a lock, so it must wait for no other: Note [A relaunch] */
@@ -102,8 +291,7 @@ static int launch_executable(const Call *self, Handle stream) {
     int code;
     if (self->direct) {
         Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(self->blocks.exec, stream);
-        Py_END_ALLOW_THREADS if (code) driver_error(code, "cuGraphLaunch");
-        return code ? -1 : 0;
+        Py_END_ALLOW_THREADS return driver_check(code, "cuGraphLaunch", "");
     }
     done = PyObject_CallNoArgs(self->replay);
     Py_XDECREF(done);
@@ -178,7 +366,8 @@ static PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int
     }
 done:
     if (base != few) PyMem_Free(base);
-    free_memory(&self->layout, &memory);
+    free_scratch(&self->layout, &memory);
+    Py_XDECREF(memory.storages);
     return result;
 }
 
@@ -186,30 +375,10 @@ done:
 
 static PyTypeObject *call_type;
 
-#define AT(field) offsetof(Call, field)
-
-/* The objects that a call owns. */
-static const size_t objects[] = {AT(layout.empty),
-                                 AT(layout.storages),
-                                 AT(layout.raw_alloc),
-                                 AT(layout.raw_delete),
-                                 AT(layout.typed),
-                                 AT(layout.recipes),
-                                 AT(layout.reinterpret),
-                                 AT(counter.counters),
-                                 AT(counter.group),
-                                 AT(counter.name),
-                                 AT(replay),
-                                 AT(misaligned),
-                                 AT(counts)};
-
-#define OBJECTS (sizeof objects / sizeof *objects)
-
-static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)self + objects[i]); }
-
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
+    Py_XDECREF(self->kept);
+    Py_XDECREF(self->counts);
     device_clear(&self->device);
     blocks_clear(&self->blocks);
     pool_free(&self->pool);
@@ -270,20 +439,21 @@ static PyObject *py_call(PyObject *module, PyObject *args, PyObject *kwargs) {
             &PyTuple_Type, &layout->typed, &scratch, &numbers, &order, &PyTuple_Type, &layout->recipes, &layout->empty,
             &layout->reinterpret, &self->replay, &self->direct, &layout->raw_alloc, &layout->raw_delete, &alloc,
             &release, &device, &self->misaligned, &counter->counters, &counter->group, &counter->name)) {
-        /* The references that were parsed are borrowed: drop them. */
-        memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
         return NULL;
     }
-    for (size_t i = 0; i < OBJECTS; i++) Py_XINCREF(owned(self, i));
+    self->kept = PyTuple_Pack(12, layout->storages, layout->typed, layout->recipes, layout->empty, layout->reinterpret,
+                              layout->raw_alloc, layout->raw_delete, self->replay, self->misaligned, counter->counters,
+                              counter->group, counter->name);
     blocks->exec = (Handle)(uintptr_t)exec;
     layout->inputs = PyTuple_GET_SIZE(inputs);
     layout->scratch = (size_t)scratch;
     layout->alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     layout->release = (int (*)(Handle))(uintptr_t)release;
-    if (blocks_init(blocks, &self->pool, regions, nodes, slots, words) || device_init(&self->device, device)
-        || read_numbers(self, numbers) || bind_inputs(self, inputs)
-        || layout_init(layout, &self->pool, order, &self->least) || check_regions(self)) {
+    if (!self->kept || blocks_init(blocks, &self->pool, regions, nodes, slots, words)
+        || device_init(&self->device, device) || read_numbers(self, numbers) || bind_inputs(self, inputs)
+        || read_order(layout, &self->pool, order) || read_recipes(layout, &self->pool, &self->least)
+        || check_regions(self)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -352,7 +522,8 @@ static PyMethodDef methods[] = {
     {NULL}};
 
 static int init(PyObject *module) {
-    return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
+    if (!call_type) call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
+    return call_type && (name_view = PyUnicode_InternFromString("view")) ? 0 : -1;
 }
 
 PART(.module = "relaunch", .methods = methods, .init = init)

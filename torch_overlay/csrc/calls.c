@@ -715,10 +715,8 @@ static int launch_kernel(const Launch *launch, const uint64_t *base, Handle stre
     config.attributes = launch->attribute;
     Py_BEGIN_ALLOW_THREADS code = launch->function ? cu.LaunchKernelEx(&config, launch->function, at, NULL)
                                                    : fill_or_copy(&launch->fill, block, stream);
-    Py_END_ALLOW_THREADS if (!code) return 0;
-    driver_error_at(code, launch->function ? "cuLaunchKernelEx" : "cuMemsetAsync or cuMemcpyAsync",
-                    "a call of a library");
-    return -1;
+    Py_END_ALLOW_THREADS return driver_check(
+        code, launch->function ? "cuLaunchKernelEx" : "cuMemsetAsync or cuMemcpyAsync", "a call of a library");
 }
 
 static PyObject *launch_entry(Calls *self, const Entry *entry, PyObject *const *arguments, const Extent *operand,

@@ -3,11 +3,7 @@
 #include "device.h"
 #include "read.h"
 
-static int get_context(Handle *now) {
-    int code = cu.CtxGetCurrent(now);
-    if (code) driver_error(code, "cuCtxGetCurrent");
-    return code ? -1 : 0;
-}
+static int get_context(Handle *now) { return driver_check(cu.CtxGetCurrent(now), "cuCtxGetCurrent", ""); }
 
 /* Asks torch. 1: the device is the thread's. 0: another one is. -1: an error. */
 static int is_current(const Device *self) {
@@ -22,13 +18,9 @@ int device_init(Device *self, PyObject *given) {
     int code;
     if (!is_tuple(given, "the device", -1)
         || !PyArg_ParseTuple(given, "OOOK;a device is (index, current, stream_of, stream)", &self->number,
-                             &self->current, &self->stream_of, &stream)) {
-        self->number = self->current = self->stream_of = NULL; /* they are borrowed */
+                             &self->current, &self->stream_of, &stream))
         return -1;
-    }
-    Py_INCREF(self->number);
-    Py_INCREF(self->current);
-    Py_INCREF(self->stream_of);
+    self->given = Py_NewRef(given);
     self->stream = (int (*)(int, Handle *))(uintptr_t)stream;
     self->index = PyLong_AsLong(self->number);
     if (PyErr_Occurred() || (code = is_current(self)) < 0) return -1;
@@ -36,19 +28,12 @@ int device_init(Device *self, PyObject *given) {
     return 0;
 }
 
-void device_clear(Device *self) {
-    Py_CLEAR(self->number);
-    Py_CLEAR(self->current);
-    Py_CLEAR(self->stream_of);
-}
+void device_clear(Device *self) { Py_CLEAR(self->given); }
 
 int have_context(const Device *self) {
     Handle now;
-    int code;
     if (get_context(&now)) return -1;
-    code = !now && self->context ? cu.CtxSetCurrent(self->context) : 0;
-    if (code) driver_error(code, "cuCtxSetCurrent");
-    return code ? -1 : 0;
+    return now || !self->context ? 0 : driver_check(cu.CtxSetCurrent(self->context), "cuCtxSetCurrent", "");
 }
 
 int current_stream(const Device *self, Handle *stream) {

@@ -6,9 +6,9 @@
 
 typedef struct {
     long index;
-    Handle context; /* in which this was made, if the device was the current one then */
-    PyObject *number, *current,
-        *stream_of;               /* number: the index; torch's functions get the thread's device and stream */
+    Handle context;  /* in which this was made, if the device was the current one then */
+    PyObject *given; /* keeps the others: the index, and torch's functions for the thread's device and stream */
+    PyObject *number, *current, *stream_of;
     int (*stream)(int, Handle *); /* torch's C function, which returns 0 on success; or NULL */
 } Device;
 

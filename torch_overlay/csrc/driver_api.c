@@ -39,17 +39,19 @@ const char *text_of(int code) {
     return text ? text : "unknown error";
 }
 
-PyObject *driver_error(int code, const char *what) { return driver_error_at(code, what, ""); }
-
-PyObject *driver_error_at(int code, const char *what, const char *where) {
-    PyObject *error, *class = PyDict_GetItemString(PyModule_GetDict(extension), "DriverError"); /* borrowed */
-    if (!class) {
+int driver_check(int code, const char *what, const char *where) {
+    PyObject *error, *class;
+    if (!code) return 0;
+    if (!(class = PyDict_GetItemString(PyModule_GetDict(extension), "DriverError"))) /* borrowed */
         PyErr_SetString(PyExc_SystemError, "the extension module has no DriverError");
-        return NULL;
-    }
-    if ((error = PyObject_CallFunction(class, "siss", what, code, text_of(code), where))) {
+    else if ((error = PyObject_CallFunction(class, "siss", what, code, text_of(code), where))) {
         PyErr_SetObject(class, error);
         Py_DECREF(error);
     }
+    return -1;
+}
+
+PyObject *driver_error(int code, const char *what) {
+    driver_check(code, what, "");
     return NULL;
 }

@@ -143,8 +143,9 @@ const char *text_of(int code);
 /* The extension module; the loader gives it the class `DriverError`. */
 extern PyObject *extension;
 
-/* Raise DriverError(what, code, the driver's text, where); return NULL. */
+/* Returns 0; or for a CUresult that isn't, -1 with DriverError(what, code, the driver's text, where). */
+int driver_check(int code, const char *what, const char *where);
+/* Raises the same error; returns NULL. */
 PyObject *driver_error(int code, const char *what);
-PyObject *driver_error_at(int code, const char *what, const char *where);
 
 static inline size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }

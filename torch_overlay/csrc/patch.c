@@ -15,7 +15,6 @@ static int node_read(Node *node, Pool *pool, PyObject *item, Py_ssize_t number) 
     Py_ssize_t length, label_length, count, *offset;
     PyObject *arguments;
     size_t bytes, at;
-    int code;
     if (!is_tuple(item, "node", number)
         || !PyArg_ParseTuple(item, "iKs#y#O;a node is (kind, handle, label, block, arguments)", &node->kind, &handle,
                              &label, &label_length, &block, &length, &arguments))
@@ -26,11 +25,9 @@ static int node_read(Node *node, Pool *pool, PyObject *item, Py_ssize_t number) 
     at = round_up((size_t)length, 64);
     bytes = round_up(at + (size_t)count * sizeof(void *), 64);
     node->handle = (Handle)(uintptr_t)handle;
-    if ((code = cu.CtxGetCurrent(&node->context))) {
-        driver_error(code, "cuCtxGetCurrent");
-        return -1;
-    }
-    if (!(node->label = pool_zeros(pool, label_length, 1)) || !(node->block = pool_zeros(pool, (Py_ssize_t)bytes, 1)))
+    if (driver_check(cu.CtxGetCurrent(&node->context), "cuCtxGetCurrent", "")
+        || !(node->label = pool_zeros(pool, label_length, 1))
+        || !(node->block = pool_zeros(pool, (Py_ssize_t)bytes, 1)))
         return -1;
     memcpy(node->label, label, (size_t)label_length);
     memcpy(node->block, block, (size_t)length);
@@ -54,8 +51,7 @@ static int node_set(const Node *node, Handle exec) {
     case FILL: code = cu.GraphExecMemsetNodeSetParams(exec, node->handle, node->block, node->context); break;
     case COPY: code = cu.GraphExecMemcpyNodeSetParams(exec, node->handle, node->block, node->context); break;
     }
-    if (code) driver_error_at(code, what[node->kind], node->label);
-    return code ? -1 : 0;
+    return driver_check(code, what[node->kind], node->label);
 }
 
 void blocks_clear(Blocks *self) {

@@ -19,6 +19,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
+    Pool pool;
     PyObject *given, *device, *frames;
     PyObject *thread, *stream_type, *current_raw, *current, *resolve, *aliased; /* which `given` keeps alive */
     Py_ssize_t events;
@@ -29,6 +30,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
+    Pool pool;
     Region *region;   /* NULL while no call uses the frame */
     PyObject *events; /* a tuple */
     PyObject **streams;
@@ -50,8 +52,7 @@ static void frame_clear(Frame *self) {
 static void frame_dealloc(Frame *self) {
     PyTypeObject *type = Py_TYPE(self);
     frame_clear(self);
-    PyMem_Free(self->streams);
-    PyMem_Free(self->raw);
+    pool_free(&self->pool);
     Py_XDECREF(self->events);
     type->tp_free(self);
     Py_DECREF(type);
@@ -61,24 +62,16 @@ static Frame *frame_new(Region *region) {
     Frame *self = (Frame *)frame_type->tp_alloc(frame_type, 0);
     if (!self) return NULL;
     self->count = region->streams.count;
-    self->streams = PyMem_Calloc(self->count + 1, sizeof *self->streams);
-    self->raw = PyMem_Calloc(self->count + 1, sizeof *self->raw);
-    self->events = self->streams && self->raw ? PyTuple_New(region->events) : PyErr_NoMemory();
-    for (Py_ssize_t i = 0; self->events && i < region->events; i++) {
-        PyObject *event = PyObject_CallOneArg((PyObject *)event_type, region->device);
-        if (event)
-            PyTuple_SET_ITEM(self->events, i, event);
-        else
-            Py_CLEAR(self->events);
-    }
+    if ((self->streams = pool_zeros(&self->pool, self->count, sizeof *self->streams))
+        && (self->raw = pool_zeros(&self->pool, self->count, sizeof *self->raw)))
+        self->events = PyTuple_New(region->events);
+    for (Py_ssize_t i = 0; self->events && i < region->events; i++)
+        set_item(&self->events, i, PyObject_CallOneArg((PyObject *)event_type, region->device));
     if (!self->events) Py_CLEAR(self);
     return self;
 }
 
-static int reported(int code) {
-    if (code) driver_error(code, "a region's events");
-    return code ? -1 : 0;
-}
+static int reported(int code) { return driver_check(code, "a region's events", ""); }
 
 static Event *frame_event(Frame *self, int number) { return (Event *)PyTuple_GET_ITEM(self->events, number); }
 
@@ -260,14 +253,14 @@ static PyObject *frame_leave(Frame *self, PyObject *unused) {
 
 /* Reads a field of a RegionSpec: a tuple whose items PyArg_Parse takes by `format`. `limits`: of each number, or NULL.
    Where `rows` has -1 rows, the field may be None. */
-static int read_rows(Rows *rows, PyObject *spec, const char *name, const char *format, const Py_ssize_t *limits) {
+static int read_rows(Pool *pool, Rows *rows, PyObject *spec, const char *name, const char *format,
+                     const Py_ssize_t *limits) {
     PyObject *field = PyObject_GetAttrString(spec, name);
     int failed = !field;
     if (failed || (field == Py_None && rows->count < 0)) goto done;
     if ((failed = !is_tuple(field, name, -1))) goto done;
     rows->count = PyTuple_GET_SIZE(field);
-    rows->row = PyMem_Calloc(rows->count + 1, sizeof *rows->row);
-    if ((failed = !rows->row)) PyErr_NoMemory();
+    failed = !(rows->row = pool_zeros(pool, rows->count, sizeof *rows->row));
     for (Py_ssize_t i = 0; !failed && i < rows->count; i++) {
         int *row = rows->row[i];
         failed = !PyArg_Parse(PyTuple_GET_ITEM(field, i), format, row, row + 1, row + 2);
@@ -287,34 +280,29 @@ static void region_dealloc(Region *self) {
     Py_XDECREF(self->given);
     Py_XDECREF(self->device);
     Py_XDECREF(self->frames);
-    PyMem_Free(self->streams.row);
-    PyMem_Free(self->entry.row);
-    PyMem_Free(self->exit.row);
-    PyMem_Free(self->exit_alone.row);
-    PyMem_Free(self->results.row);
-    PyMem_Free(self->distinct.row);
-    PyMem_Free(self->idle_streams.row);
+    pool_free(&self->pool);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
 static int read_spec(Region *self, PyObject *spec) {
     PyObject *events = PyObject_GetAttrString(spec, "events");
+    Pool *pool = &self->pool;
     self->events = events ? PyLong_AsSsize_t(events) : 0;
     Py_XDECREF(events);
-    if (PyErr_Occurred() || read_rows(&self->streams, spec, "streams", "i", NULL)) return -1;
+    if (PyErr_Occurred() || read_rows(pool, &self->streams, spec, "streams", "i", NULL)) return -1;
     Py_ssize_t streams[] = {self->streams.count, 1, 1};
     Py_ssize_t operations[] = {OPERATION_KINDS, self->events, self->streams.count},
                results[] = {RESULT_KINDS, INT_MAX, 1};
     Py_ssize_t of_kind[] = {self->streams.count, self->streams.count, self->events, INT_MAX, INT_MAX};
     self->idle_streams.count = -1;
     const char *format = "(iii);Region: an operation is (kind, event, stream)";
-    if (read_rows(&self->idle_streams, spec, "idle_streams", "i", streams)
-        || read_rows(&self->entry, spec, "entry", format, operations)
-        || read_rows(&self->exit, spec, "exit", format, operations)
-        || read_rows(&self->exit_alone, spec, "exit_alone", format, operations)
-        || read_rows(&self->results, spec, "results", "(ii);Region: a result is (kind, number)", results)
-        || read_rows(&self->distinct, spec, "distinct", "i", streams))
+    if (read_rows(pool, &self->idle_streams, spec, "idle_streams", "i", streams)
+        || read_rows(pool, &self->entry, spec, "entry", format, operations)
+        || read_rows(pool, &self->exit, spec, "exit", format, operations)
+        || read_rows(pool, &self->exit_alone, spec, "exit_alone", format, operations)
+        || read_rows(pool, &self->results, spec, "results", "(ii);Region: a result is (kind, number)", results)
+        || read_rows(pool, &self->distinct, spec, "distinct", "i", streams))
         return -1;
     for (Py_ssize_t i = 0; i < self->results.count; i++)
         if (self->results.row[i][1] >= of_kind[self->results.row[i][0]])

@@ -34,6 +34,7 @@ typedef struct {
     Pool pool;
     PyObject *constants, *source; /* source: the tuple of the steps */
     PyObject *calls;              /* of a library, or None */
+    PyObject *kept;               /* keeps these */
     Device device;
     Program numbers; /* results: words, then numbers */
     Word *word;
@@ -94,18 +95,14 @@ static void steps_dealloc(Steps *self) {
     PyObject_GC_UnTrack(self);
     pool_free(&self->pool);
     device_clear(&self->device);
-    Py_XDECREF(self->constants);
-    Py_XDECREF(self->source);
-    Py_XDECREF(self->calls);
+    Py_XDECREF(self->kept);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
 static int steps_traverse(Steps *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(self->constants);
-    Py_VISIT(self->source);
-    Py_VISIT(self->calls);
+    Py_VISIT(self->kept);
     return 0;
 }
 
@@ -137,15 +134,10 @@ static PyObject *py_steps(PyObject *module, PyObject *args, PyObject *kwargs) {
     if (!self) return NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!nnnOO", names, &numbers, &words, &PyTuple_Type,
                                      &self->constants, &PyTuple_Type, &self->source, &self->result, &self->objects,
-                                     &self->inputs, &device, &self->calls)) {
-        self->constants = self->source = self->calls = NULL; /* they are borrowed */
+                                     &self->inputs, &device, &self->calls)
+        || !(self->kept = PyTuple_Pack(3, self->constants, self->source, self->calls))
+        || read_steps(self, numbers, words, device))
         Py_CLEAR(self);
-        return NULL;
-    }
-    Py_INCREF(self->constants);
-    Py_INCREF(self->source);
-    Py_INCREF(self->calls);
-    if (read_steps(self, numbers, words, device)) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -216,9 +208,7 @@ static int launch(const Run *run, const CodeStep *step) {
             return -1;
     }
     Py_BEGIN_ALLOW_THREADS code = cu.LaunchKernelEx(&config, step->kernel, at, NULL);
-    Py_END_ALLOW_THREADS if (!code) return 0;
-    driver_error_at(code, "cuLaunchKernelEx", step->label);
-    return -1;
+    Py_END_ALLOW_THREADS return driver_check(code, "cuLaunchKernelEx", step->label);
 }
 
 static int run_step(const Run *run, const CodeStep *step) {

@@ -90,9 +90,9 @@ def post_compile(
     saves. If the option asks for it, name its calls in profiles."""
     switch = graph_kwargs.get("cudagraphs")
     with (
-        residing(compiled) as found,
+        residing(compiled) as residents,
         _choosing(compiled, switch, graph_kwargs.get("boxed_forward_device_index")),
-        wrapping(compiled, switch, *found),
+        wrapping(compiled, switch, residents),
     ):
         original(compiled, example_inputs, constants, graph_kwargs)
         if inductor_config.cudagraph_policy is RELAUNCH:
@@ -177,7 +177,7 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
 
 def memory_stats(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Seam of torch.cuda.memory.memory_stats_as_nested_dict."""
-    from torch_overlay._inductor.relaunch.capture.address_space import drop_empty_pools
+    from torch_overlay._inductor.relaunch.capture.recording import drop_empty_pools
 
     stats = original(*args, **kwargs)
     drop_empty_pools(stats)

@@ -39,7 +39,7 @@ compiled (`notes`, `rewrites`):
    isn't in sight. And where a bisector (`torch._inductor.compiler_bisector`) turns off a backward alone, Inductor asks
    for trees that there aren't, and raises.
 7. The preparation of the first capture while kernels are compiled: it is a part of the first call.
-8. Statistics of the allocator: they list the pools of all captures (`capture.address_space`).
+8. Statistics of the allocator: they list the pools of all captures (`capture.recording`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Thread(threading.local):
     graph: Any = None  # the CompiledFxGraph between should_wrap and wrap_output
     record: Any = None  # its coverage.CompiledCode, if it asked for graphs
     is_wrapped = False  # did Inductor ask for graphs of it?
-    rewrites: tuple[Sequence[tuple[str, str]], Residents | None] | None = None  # of code that asked for graphs
+    residents: Residents | None = None  # of code that asked for graphs
 
 
 _thread = _Thread()
@@ -99,12 +99,12 @@ class RelaunchPolicy(CUDAGraphPolicy):
     def should_wrap(self, compiled_graph: Any) -> bool:
         """Return False for code of which Inductor makes no graph, after a refusal that says why."""
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
-        if _thread.rewrites is not None or is_asked(compiled_graph):
-            parts = notes.CompiledNotes.of(compiled_graph).partitions
-            made, residents = _thread.rewrites or ((), None)
-            record = coverage.CompiledCode(describe_whole(compiled_graph), parts, made, residents)
-            if (found := why_not(compiled_graph)) is not None:
-                record.without = Refused.of(*found, region=record.code)
+        if _thread.residents is not None or is_asked(compiled_graph):
+            found = notes.CompiledNotes.of(compiled_graph)
+            rewritten = found.rewrites.made, _thread.residents
+            record = coverage.CompiledCode(describe_whole(compiled_graph), found.partitions, *rewritten)
+            if (why := why_not(compiled_graph)) is not None:
+                record.without = Refused.of(*why, region=record.code)
                 refuse(record.without)
         _thread.graph, _thread.record, _thread.is_wrapped = compiled_graph, record, False
         if compiled_graph.disabled_cudagraphs_reason:
@@ -167,22 +167,20 @@ def is_set() -> bool:
 
 
 @contextlib.contextmanager
-def wrapping(
-    compiled: CompiledFxGraph, switch: Any, made: Sequence[tuple[str, str]] = (), residents: Residents | None = None
-) -> Iterator[None]:
-    """Have compiled code finished inside. If it asked for relaunched graphs, note how it was rewritten, and turn
+def wrapping(compiled: CompiledFxGraph, switch: Any, residents: Residents) -> Iterator[None]:
+    """Have compiled code finished inside. If it asked for relaunched graphs, note its copies of inputs, and turn
     Inductor's switch on at the end, which a forward and its backward share: Note [Nobody is left without a graph or a
     reason]."""
-    before, is_ours = _thread.rewrites, is_set() and bool(switch or is_asked(compiled))
+    before, is_ours = _thread.residents, is_set() and bool(switch or is_asked(compiled))
     if is_ours:
-        _thread.rewrites = made, residents
+        _thread.residents = residents
     try:
         yield
     except BaseException:
         forget()
         raise
     finally:
-        _thread.rewrites = before
+        _thread.residents = before
     if is_ours:
         switch.value = True
 

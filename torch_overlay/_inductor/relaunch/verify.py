@@ -63,9 +63,6 @@ class Verified:
         self.stages: Sequence[Relaunch] = relaunch.stages
         self.regions = {position: region for region, position in enumerate(relaunch.layout.inputs)}
 
-    def forget(self) -> None:
-        """Drop nothing: a difference is described by nodes and pointer slots."""
-
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
         held, copies, state = list(inputs), self._copies(inputs), self._random_state(inputs)
         result = self.relaunch.launch(inputs, originals)

@@ -138,10 +138,6 @@ class Lives:
         maybe = self._maybe
         self._tensors.append(weakref.ref(tensor, lambda _: maybe.append(address)))
 
-    def track_output(self, address: int) -> None:
-        """Note the time of an allocation that the region returns; it is not checked for being freed."""
-        self.made[address] = self.now
-
     def tick(self) -> None:
         """Advance the clock just before an allocation. Memory found freed now was freed after the previous allocation
         and before this one."""
@@ -155,10 +151,13 @@ class Lives:
                 else:
                     stays(address)
 
-    def note(self, address: int) -> None:
-        """Note memory that the operator that has just run allocated and didn't return: it lives for this time only."""
-        self.made[address] = self.now
-        self.freed[address] = self.now + 1
+    def note(self, addresses: Iterable[int]) -> None:
+        """Note allocations that are not checked for being freed: what the region returns, or what `end` ends."""
+        self.made |= dict.fromkeys(addresses, self.now)
+
+    def end(self, addresses: Iterable[int]) -> None:
+        """Note that memory is freed now, before the next allocation."""
+        self.freed |= dict.fromkeys(addresses, self.now + 1)
 
     def life(self, address: int, size: int) -> Life:
         return Life(size, self.made.get(address, 0), self.freed.get(address))
@@ -348,7 +347,7 @@ class Placing(AllocationObserver):
         address = made.data_ptr()
         if self.numbered(self.count) in self.plan.allocations:
             self.placed[address] = view.extent
-            self.lives.track_output(address)
+            self.lives.note([address])
         else:
             self.scratch[address] = view.extent
             self.lives.begin(made)
@@ -368,27 +367,28 @@ class Placing(AllocationObserver):
         asked = self.plan.asked.get(number)
         key = _key(func, args, kwargs) if asked is None else None
         before = self._before.get(key) if key is not None else None
-        with self.recording.apart(before[:2] if before is not None else asked) as apart:
-            result = self._call(func, args, kwargs)
-        sizes = sorted(apart.segments.values())
+        call, known = functools.partial(self._call, func, args, kwargs), before[:2] if before is not None else asked
+        result, segments, (count, requested) = self.recording.apart(call, known)
+        sizes = sorted(segments.values())
         if before is not None and sizes != before[2]:
-            apart.count, apart.requested = -1, sum(sizes)  # at most
+            count, requested = -1, sum(sizes)  # at most
         elif before is None and key is not None:
-            self._before[key] = apart.count, apart.requested, sizes
-        if apart.segments:
-            self.asked[number] = apart.count, apart.requested
+            self._before[key] = count, requested, sizes
+        if segments:
+            self.asked[number] = count, requested
         results = {t.untyped_storage().data_ptr(): t for t in tensors(result)}
-        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
-        temporary = aligned(apart.requested - sum(made.values()))
-        for address, size in apart.segments.items():
+        made = {a: results[a].untyped_storage().nbytes() for a in segments if a in results}
+        temporary = aligned(requested - sum(made.values()))
+        for address, size in segments.items():
             # If an address was used twice, the second allocation there may be the smaller one.
             least = made.get(address, temporary)
-            bytes = min(size, least if apart.once else max(least, temporary))
+            bytes = min(size, least if count == len(segments) else max(least, temporary))
             (self.placed if planned and address in made else self.scratch)[address] = bytes
             if address in made:
                 lives.begin(results[address])
-            else:
-                lives.note(address)
+            else:  # it was not returned
+                lives.note([address])
+                lives.end([address])
         return result
 
     def _in_group(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -407,7 +407,7 @@ class Placing(AllocationObserver):
         result = self._call(func, args, kwargs)
         if recording.allocations_made() != before:
             made = [address for address, _ in recording.allocations(before)]
-            self.lives.made |= dict.fromkeys(made, self.lives.now)
+            self.lives.note(made)
             group.addresses += made
         if group.addresses:  # nobody else may get memory that one of them has freed
             self.selected.close()
@@ -416,7 +416,7 @@ class Placing(AllocationObserver):
     def end_group(self) -> None:
         """Note that the memory of the group's operators is freed now."""
         self.selected.close()
-        self.lives.freed |= dict.fromkeys(self.group.addresses, self.lives.now + 1)
+        self.lives.end(self.group.addresses)
         self.group = _Group()
 
 

@@ -22,7 +22,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_overlay._inductor.relaunch.capture.allocations import current_observer, function_of, namespace_of
+from torch_overlay._inductor.relaunch.capture.allocations import current_observer, function_of, names_in, namespace_of
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView, view_of
 from torch_overlay._inductor.relaunch.proof.nodes import Conditional, Unprovable
 from torch_overlay.thread_value import ThreadValue
@@ -147,9 +147,7 @@ def _has_memory(value: Any) -> bool:
 
 def has_branches(model: Any) -> bool:
     """True if generated code chooses between branches."""
-    return (
-        namespace_of(model).get(choose.__name__) is choose and choose.__name__ in function_of(model).__code__.co_names
-    )
+    return choose.__name__ in names_in(model) and namespace_of(model).get(choose.__name__) is choose
 
 
 def branches_of(model: Any) -> list[Any]:

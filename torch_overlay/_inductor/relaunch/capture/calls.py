@@ -38,9 +38,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing
-from torch_overlay._inductor.relaunch.capture.recording import tensor_at
+from torch_overlay._inductor.relaunch.capture.recording import AddressSpace, tensor_at
 from torch_overlay._inductor.relaunch.capture.streams import capture_stream
 from torch_overlay._inductor.relaunch.launch.executable import implementation
 from torch_overlay._inductor.relaunch.memory.outputs import view_of

@@ -21,9 +21,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Self, TYPE_CHECKING
 
 import torch
 
@@ -55,25 +54,9 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Segment, Unprova
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.allocations import Numbered
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.causes import CodeFacts
-    from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
-
-
-@dataclass
-class Captured:
-    layout: OutputLayout
-    segments: list[Segment]  # a region for each input, storage and scratch allocation
-    recording: Any
-    places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
-    lives: list[Life]  # of all regions
-    products: list[Product] | None  # None: the uses of memory were not noted
-    results: list[tuple[int, int]]  # (address, bytes) of what operators returned
-    numbers: Mapping[int, Any]  # position -> value of the traced inputs
-    launches: Launches  # with the uses of these numbers
-    asked: Mapping[Numbered, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
 
 
 class CaptureRequest(NamedTuple):
@@ -103,7 +86,13 @@ class Astray(Exception):
 
 class Capture:
     """One capture of a region. `holes`: sizes of the free blocks of the device's allocator. `with_uses`: note which
-    memory matrix products read and write. `numbers`: values that are traced, if others than those of the request."""
+    memory matrix products read and write. `numbers`: values that are traced, if others than those of the request. The
+    fields that have no values before `run` are what it shows."""
+
+    layout: OutputLayout
+    segments: list[Segment]  # a region for each input, storage and scratch allocation
+    places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
+    lives: list[Life]  # of all regions
 
     def __init__(
         self,
@@ -116,13 +105,13 @@ class Capture:
         self.request, self.recording, self.holes, self.with_uses = request, recording, holes, with_uses
         self.inputs, self.plan = request.inputs, (plan := request.plan)
         self.numbers = request.numbers if numbers is None else numbers
-        self.launches = Launches(recording.nodes)
+        self.launches = Launches(recording.nodes)  # with the uses of these numbers
         self.input_at: dict[int, int] = {}  # address -> position
         self.observer = Placing(plan, recording, with_uses)
         self.placed = self.observer.placed  # address of a storage that may be an output -> bytes
         self.branches = Branches(recording, self.observer)
 
-    def run(self) -> Captured:
+    def run(self) -> Self:
         code = self.request.code
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
@@ -159,18 +148,16 @@ class Capture:
         same = self.branches.same
         others = self.input_at.keys() | set(addresses) | same.keys()
         scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
-        layout = OutputLayout(positions, storages, moved, tuple(s for _, s in scratch))
+        self.layout = OutputLayout(positions, storages, moved, tuple(s for _, s in scratch))
         given = [(inputs[k], allocated[inputs[k]]) for k in positions]
         regions = [*given, *zip(addresses, sizes, strict=True), *scratch]
-        segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
+        self.segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
         number = {address: region for region, (address, _) in enumerate(regions)}
-        segments += [Segment(a, among[a], number[self.branches.stands_for(a)]) for a in same]
-        segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
-        observer = self.observer
-        seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
-        places = *[(region, 0) for region in range(len(positions))], *[(len(positions) + n, at) for n, at in parts]
-        proven = observer.products, observer.results, self.numbers, self.launches, observer.asked
-        return Captured(layout, segments, self.recording, places, seen, *proven)
+        self.segments += [Segment(a, among[a], number[self.branches.stands_for(a)]) for a in same]
+        self.segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
+        self.lives = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
+        self.places = *[(k, 0) for k in range(len(positions))], *[(len(positions) + n, at) for n, at in parts]
+        return self
 
     def _check_kept(self) -> None:
         """Refuse if memory of the capture is still in use after it: its addresses will be invalid. The holder may be a

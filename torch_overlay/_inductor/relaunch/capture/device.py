@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.capture import Captured
+    from torch_overlay._inductor.relaunch.capture.capture import Capture
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
 
@@ -168,7 +168,7 @@ class Cuda:
         """Return what notes the lines of nodes while they are captured, if profiles are to show them."""
         return kernel_names.KernelLines(namespace, nodes) if self.annotates else None
 
-    def read(self, captured: Captured) -> CapturedGraph:
+    def read(self, captured: Capture) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
         space, made = captured.recording, dict[int, int]()
         for kept in graphs.tidy(space.graph, driver=self.driver, made=made):
@@ -190,10 +190,10 @@ class Cuda:
         )
 
     def relax(
-        self, captured: Captured, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
+        self, captured: Capture, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
     ) -> tuple[tuple[int, int], ...]:
         """Remove edges from the graph that order nodes needlessly; return the edges that are left."""
-        if captured.products is None:
+        if captured.observer.products is None:
             return graph.edges
         edges = concurrency.relaxed(
             template,
@@ -201,8 +201,8 @@ class Cuda:
             segments=captured.segments,
             inputs=len(captured.layout.inputs),
             letters=parameters_of(namespace) | fill_copy_kernels.letters,
-            products=captured.products,
-            results=captured.results,
+            products=captured.observer.products,
+            results=captured.observer.results,
             is_device_memory=functools.cache(self.driver.is_device_memory),
             room=self._room(),
             extent=fill_copy_kernels.extent,
@@ -212,7 +212,7 @@ class Cuda:
             return graph.edges
         return tuple(edges)
 
-    def instantiate(self, captured: Captured, arrangement: Arrangement) -> list[Executable]:
+    def instantiate(self, captured: Capture, arrangement: Arrangement) -> list[Executable]:
         """Return an executable for each stage, or one for the whole graph."""
         graph, templates = captured.recording.graph, [stage.template for stage in arrangement.stages]
         _held = executable.settle(arrangement.template, self.empty)  # must live until the executables are made
@@ -232,7 +232,7 @@ class Cuda:
         self._annotate(captured, [arrangement.template], made)
         return made
 
-    def _annotate(self, captured: Captured, templates: Sequence[Template], made: Sequence[Executable]) -> None:
+    def _annotate(self, captured: Capture, templates: Sequence[Template], made: Sequence[Executable]) -> None:
         """Name the kernels of the executables, which have these nodes of the capture."""
         if (noted := captured.recording.lines) is not None:
             places = noted.places()

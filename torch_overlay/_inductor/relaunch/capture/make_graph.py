@@ -17,7 +17,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.branches import has_branches
-from torch_overlay._inductor.relaunch.capture.capture import Astray, Capture, Captured, is_region
+from torch_overlay._inductor.relaunch.capture.capture import Astray, Capture, is_region
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.capture.streams import check
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
@@ -66,7 +66,7 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
     with_uses = device.concurrent and not code.is_training
     others = {k: perturbed(value) for k, value in request.numbers.items()}
 
-    def capture(recording: Any, **options: Any) -> Captured:
+    def capture(recording: Any, **options: Any) -> Capture:
         return Capture(request, recording, holes=holes, **options).run()
 
     with recordings(request) as new_recording:
@@ -80,7 +80,7 @@ def _make_graph(request: CaptureRequest) -> tuple[Arrangement, list[Executable]]
                 request = request._replace(plan=astray.plan)
         else:
             raise Unprovable("output", "an output's memory can't be told from temporary memory")
-        request = request._replace(plan=dataclasses.replace(request.plan, asked=first.asked))
+        request = request._replace(plan=dataclasses.replace(request.plan, asked=first.observer.asked))
         graph = device.read(first)
         second = capture(new_recording(2), numbers=others)
         try:
@@ -115,7 +115,7 @@ def recordings(request: CaptureRequest) -> Iterator[Callable[[int], Any]]:
         yield new_recording
 
 
-def _prove(request: CaptureRequest, captures: tuple[Captured, Captured], graph: CapturedGraph) -> Template:
+def _prove(request: CaptureRequest, captures: tuple[Capture, Capture], graph: CapturedGraph) -> Template:
     """Prove the first capture, of which this is the graph, against the second, and return its template."""
     first, second = captures
     if first.layout != second.layout or first.places != second.places:
@@ -132,7 +132,7 @@ def _prove(request: CaptureRequest, captures: tuple[Captured, Captured], graph: 
 
 def _proven(
     request: CaptureRequest,
-    captured: Captured,
+    captured: Capture,
     lives: Sequence[Life],
     template: Template,
     edges: tuple[tuple[int, int], ...],

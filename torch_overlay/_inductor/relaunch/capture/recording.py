@@ -1,5 +1,23 @@
 """Records a capture into an address space of its own, on streams of its own, without side effects on the process.
 
+    space = AddressSpace(device)
+    with space:                                         # this thread's pools of the space take memory from here
+        address = space.allocate(1000)                  # a segment of its own, that torch's allocator doesn't know
+        with torch.cuda.graph(graph, pool=space.pool()):
+            ...
+    space.allocations(), space.low, space.high          # sealed: every address that the capture can have seen
+    space.close()                                       # after this the addresses are unmapped
+
+A capture runs no kernel, so any memory will do. A space is a range of addresses that maps the same small physical block
+over and over (`csrc/aliased_memory.c`), however many GiB are allocated in it. Each block's worth of addresses takes the
+driver some 60 us, so a region with more than 100 MiB of inputs gets a larger block than the usual 12 MiB. Two captures
+that are to be compared use different gaps.
+
+Life: 1. A space allocates only while it is entered, and never after that. 2. Its pools belong to it: close() drops
+them. A graph that was captured with a pool retains the pool, and torch counts the pool's segments as reserved memory
+until the graph is reset, though they map no memory. 3. close() must be called outside of a capture, like any release of
+a pool.
+
 Note [Memory pools of a capture]
 A graph retains the pool that it is captured into, with every segment in it, and the allocator's statistics would show
 address space as reserved memory for as long as the graph lives. So the graph is begun with an empty pool; this pool is
@@ -20,22 +38,132 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import struct
+import sys
 import weakref
-from dataclasses import dataclass, field
-from typing import Any, TYPE_CHECKING
+from typing import Any, Self, TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace, LARGEST
 from torch_overlay._inductor.relaunch.capture.streams import capture_stream, exchanged_streams
+from torch_overlay._inductor.relaunch.launch.executable import implementation
 from torch_overlay._inductor.relaunch.memory.outputs import TensorView
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Conditional
+
+
+# Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
+SIZE = 1 << 40
+BLOCKS = 8  # so many blocks should do for the inputs,
+LARGEST = 64 << 20  # unless one would have more bytes
+
+pools_made: set[tuple[int, int]] = set()  # ids of the pools of all spaces: torch's statistics list them for ever
+
+
+@functools.cache
+def _allocator(module: Any) -> Any:
+    """Return the allocator that all spaces share: it allocates in the space that the thread has entered."""
+    return torch._C._cuda_customAllocator(module.alloc_address, module.free_address)
+
+
+class AddressSpace:
+    def __init__(
+        self, device: int | torch.device, *, gap: int = 1, size: int = SIZE, inputs: int = 0, module: Any = None
+    ) -> None:
+        """Reserve the address space. `gap`: distance between two allocations, in units of 64 KiB. `size`: more bytes of
+        address space than the capture can ask for. `inputs`: how many bytes its inputs have."""
+        index = device if isinstance(device, int) else device.index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._module = module or implementation()
+        self._range: int | None = self._module.reserve(self.device.index, size, gap, min(inputs // BLOCKS, LARGEST))
+        self._pools: list[torch.cuda.MemPool] = []
+        self._before: list[int | None] = []
+
+    def __enter__(self) -> Self:
+        if self._range is None:
+            raise RuntimeError("this address space is closed")
+        self._before.append(self._module.use(self._range))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._module.use(self._before.pop())
+        if not self._before:
+            self._module.seal(self._range)
+
+    def begin(self) -> int | None:
+        """Have this thread's pools of the space take memory from here, until `end` with what this returns. The space
+        isn't sealed then."""
+        return self._module.use(self._range)
+
+    def end(self, before: int | None) -> None:
+        self._module.use(before)
+
+    def pool(self, no_split: bool = False) -> torch.cuda.MemPool:
+        """Return a new pool that allocates in the space. `no_split`: each allocation has a segment of its own."""
+        pool = torch.cuda.MemPool(_allocator(self._module), no_split=no_split)
+        self._pools.append(pool)
+        pools_made.add(pool.id)
+        return pool
+
+    def allocate(self, bytes: int) -> int:
+        """Allocate a segment that torch's allocator doesn't know, and return its address: the size is not rounded to 2
+        or 20 MiB, no capture and no statistics contain it, and it needs no free."""
+        if self._range is None:
+            raise RuntimeError("this address space is closed")
+        return self._module.take(self._range, bytes)
+
+    def clear_stack(self) -> None:
+        """Zero the part of this thread's stack that the functions it calls next will use, so that a launcher's
+        uninitialised fields hold only remains of this capture: `proof.prove`, Note [What a word can hide]."""
+        self._module.clear_stack()
+
+    @property
+    def _state(self) -> tuple[int, int, int, str | None]:
+        return self._module.state(self._range)
+
+    @property
+    def is_open(self) -> bool:
+        return self._range is not None
+
+    @property
+    def low(self) -> int:
+        return self._state[0]
+
+    @property
+    def high(self) -> int:
+        return self._state[1]
+
+    def allocations(self, first: int = 0) -> list[tuple[int, int]]:
+        """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
+        return list(struct.iter_unpack("QQ", self.packed_allocations(first)))
+
+    def packed_allocations(self, first: int = 0) -> bytes:
+        """Return the same as 64-bit numbers."""
+        return self._module.allocations(self._range, first)
+
+    def allocations_made(self) -> int:
+        """Return the number of segments."""
+        return self._state[2]
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        if self._range is None:
+            return
+        self._pools.clear()
+        closing, self._range = self._range, None
+        self._module.release(closing)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # After an exception before close(), the block must be freed, too; nobody could handle an error of the driver.
+        # When the process ends, modules are gone already, and it frees all.
+        if getattr(self, "_range", None) is not None and not is_finalizing():
+            with contextlib.suppress(Exception):
+                self.close()
 
 
 def tensor_at(address: int, view: TensorView, device: torch.device) -> torch.Tensor:
@@ -48,21 +176,6 @@ def tensor_at(address: int, view: TensorView, device: torch.device) -> torch.Ten
 PART = 1 << 20  # words whose sum is taken at a time
 
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
-
-
-@dataclass
-class IsolatedAllocations:
-    """Allocations of a call in a pool of its own: sizes of the segments by address, how many allocations there were,
-    and of how many bytes."""
-
-    segments: dict[int, int] = field(default_factory=dict)
-    count: int = 0
-    requested: int = 0
-
-    @property
-    def once(self) -> bool:
-        """True if each address was used only once."""
-        return self.count == len(self.segments)
 
 
 class Recording(AddressSpace):
@@ -126,19 +239,22 @@ class Recording(AddressSpace):
         used = ((address, size) for address, size in self.allocations() if address not in self._ignored)
         return [self._placed.get(address, (address, size)) for address, size in used]
 
-    @contextlib.contextmanager
-    def apart(self, asked: tuple[int, int] | None) -> Iterator[IsolatedAllocations]:
-        """Give this thread's allocations a pool of their own, and each a segment. `asked`: how many there will be, and
-        of how many bytes, if that is known."""
-        apart, before = IsolatedAllocations(), self.allocations_made()
-        then = (0, 0) if asked is not None else self.owner.allocated()
+    def apart(
+        self, call: Callable[[], Any], asked: tuple[int, int] | None
+    ) -> tuple[Any, dict[int, int], tuple[int, int]]:
+        """Make a call whose allocations have a pool of their own, and each a segment. Return its result, the sizes of
+        the segments by address, and how many allocations there were, and of how many bytes: `asked`, if that is known.
+        """
+        before, then = self.allocations_made(), self.owner.allocated() if asked is None else (0, 0)
         with self.within(self.pool(no_split=True)):
-            yield apart
+            result = call()
         if self.allocations_made() == before:
-            return
-        # The counts are of the whole device: other threads' allocations are included, and make them too large at most.
-        apart.count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
-        apart.segments = dict(self.allocations(before))
+            return result, {}, (0, 0)
+        if asked is None:
+            # They are of the whole device: other threads' allocations are included, and make them too large at most.
+            (count, requested), (count_then, requested_then) = self.owner.allocated(), then
+            asked = count - count_then, requested - requested_then
+        return result, dict(self.allocations(before)), asked
 
     def nodes(self) -> list[int]:
         """Return the handles of the nodes that the graph has so far."""
@@ -269,6 +385,16 @@ class Recording(AddressSpace):
         """Free the addresses. The graph lives on if something else references it."""
         self.graph = None
         super().close()
+
+
+def drop_empty_pools(stats: dict[str, Any]) -> None:
+    """Remove the pools that hold nothing any more from what `torch.cuda.memory.memory_stats_as_nested_dict` returns: it
+    lists each pool that there ever was, and to read it takes longer with each (on a machine with an H200, 28 ms with
+    1070 pools, after 40 captures of the training of a Llama). `torch.cuda.memory_allocated` and others read it, too."""
+    pools = stats.get("reserved_bytes_by_private_pools", {})
+    for pool in pools_made.intersection(pools):
+        if not pools[pool]["all"]["current"]:
+            del pools[pool]
 
 
 def _no_modes() -> contextlib.AbstractContextManager[Any]:

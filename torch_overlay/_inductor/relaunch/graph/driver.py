@@ -28,30 +28,12 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
 
 
-UNKNOWN = -1
 KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
 CONDITIONAL = 13
-KIND_NAMES = {
-    KERNEL: "kernel",
-    MEMCPY: "memcpy",
-    MEMSET: "memset",
-    HOST: "host callback",
-    CHILD_GRAPH: "child graph",
-    EMPTY: "empty",
-    WAIT_EVENT: "wait for an event",
-    RECORD_EVENT: "record of an event",
-    8: "semaphore signal",
-    9: "semaphore wait",
-    10: "memory allocation",
-    11: "memory free",
-    12: "batch of memory operations",
-    CONDITIONAL: "conditional",
-    UNKNOWN: "unknown kind",
-}
 INVALID_VALUE = 1
 CAPTURE_INVALIDATED = 2
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
-MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
+MEMORY_HOST, MEMORY_DEVICE, MEMORY_UNIFIED = 1, 2, 4
 
 
 class KernelLaunch(NamedTuple):
@@ -108,9 +90,6 @@ class Driver:
     def nodes(self, graph: int) -> list[int]:
         return self.fast.nodes(graph)
 
-    def count(self, graph: int) -> int:
-        return len(self.nodes(graph))
-
     def captured_into(self, stream: int) -> int:
         """Return the graph that a stream is captured into; 0 if it isn't captured."""
         return int(self.call("cuStreamGetCaptureInfo", self.api.CUstream(stream))[2] or 0)
@@ -135,20 +114,18 @@ class Driver:
     def memcpy(self, node: int) -> Any:
         return self.call("cuGraphMemcpyNodeGetParams", self.api.CUgraphNode(node))
 
-    def set_memcpy(self, node: int, copy: CopyNode) -> None:
-        """Set the parameters of a node in a graph, not in an executable."""
-        kind = self.api.CUmemorytype
+    def point_memcpy(self, node: CopyNode, addresses: Mapping[int, int]) -> None:
+        """Have a node in a graph, not in an executable, copy at these addresses, by parameter, in place of its own."""
         params = self.api.CUDA_MEMCPY3D()
-        for end, (address, pitch, rows, on_host) in zip(("dst", "src"), copy.sides, strict=True):
-            setattr(params, f"{end}MemoryType", kind.CU_MEMORYTYPE_HOST if on_host else kind.CU_MEMORYTYPE_DEVICE)
-            if on_host:
-                setattr(params, f"{end}Host", address)
-            else:
-                setattr(params, f"{end}Device", self.api.CUdeviceptr(address))
-            setattr(params, f"{end}Pitch", pitch)
-            setattr(params, f"{end}Height", rows)
-        params.WidthInBytes, params.Height, params.Depth = copy.width, copy.height, copy.depth
-        self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
+        for number, (end, side) in enumerate(zip(("dst", "src"), node.sides, strict=True)):
+            address = addresses.get(number, side.address)
+            kind, value = ("Host", address) if side.on_host else ("Device", self.api.CUdeviceptr(address))
+            setattr(params, f"{end}MemoryType", getattr(self.api.CUmemorytype, f"CU_MEMORYTYPE_{kind.upper()}"))
+            setattr(params, f"{end}{kind}", value)
+            setattr(params, f"{end}Pitch", side.pitch)
+            setattr(params, f"{end}Height", side.rows)
+        params.WidthInBytes, params.Height, params.Depth = node.width, node.height, node.depth
+        self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node.handle), params)
 
     def layout(self, func: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, size) of each of the function's parameters in its packed block."""

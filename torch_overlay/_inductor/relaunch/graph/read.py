@@ -47,14 +47,23 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.graph.driver import Driver, KernelLaunch
 
 
-ADVICE = {
-    cu.HOST: "a host function was called in the region",
-    cu.CHILD_GRAPH: "a library launched a CUDA graph of its own",
-    cu.WAIT_EVENT: "the region waits for an event of the code around it",
-    cu.RECORD_EVENT: "the region records an event that code around it can see",
-    10: "a library allocated memory in the stream",
-    11: "a library freed memory in the stream",
-    13: "control flow on the device",
+NOT_PATCHED = "nodes of this kind can't be patched"
+# The name of each kind of nodes, and how a region got one that there is no way to patch.
+KINDS = {
+    cu.KERNEL: ("kernel", ""),
+    cu.MEMCPY: ("memcpy", ""),
+    cu.MEMSET: ("memset", ""),
+    cu.HOST: ("host callback", "a host function was called in the region"),
+    cu.CHILD_GRAPH: ("child graph", "a library launched a CUDA graph of its own"),
+    cu.EMPTY: ("empty", ""),
+    cu.WAIT_EVENT: ("wait for an event", "the region waits for an event of the code around it"),
+    cu.RECORD_EVENT: ("record of an event", "the region records an event that code around it can see"),
+    8: ("semaphore signal", NOT_PATCHED),
+    9: ("semaphore wait", NOT_PATCHED),
+    10: ("memory allocation", "a library allocated memory in the stream"),
+    11: ("memory free", "a library freed memory in the stream"),
+    12: ("batch of memory operations", NOT_PATCHED),
+    cu.CONDITIONAL: ("conditional", "control flow on the device"),
 }
 
 
@@ -128,14 +137,14 @@ def _other_node(driver: Driver, index: int, handle: int, kind: int) -> Node:
             pitch=int(p.pitch),
         )
     if kind == cu.MEMCPY:
-        return copy_node(driver, index, handle)
+        return _copy_node(driver, index, handle)
     if kind == cu.EMPTY:
         return EmptyNode(index=index, handle=handle)
-    what = cu.KIND_NAMES.get(kind, cu.KIND_NAMES[cu.UNKNOWN])
-    raise Unprovable("node-kind", ADVICE.get(kind, "nodes of this kind can't be patched"), node=f"{index} ({what})")
+    what, why = KINDS.get(kind, ("unknown kind", NOT_PATCHED))
+    raise Unprovable("node-kind", why, node=f"{index} ({what})")
 
 
-def copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
+def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
     """Read a memcpy node. Refuses what is neither in device memory nor in host memory that lives as long as graphs."""
     p = driver.memcpy(handle)
 
@@ -171,7 +180,7 @@ def tidy(graph: Any, *, driver: Driver, made: dict[int, int] | None = None) -> l
     foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
     if foreign:
         # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
-        return [f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign]
+        return [f"graph with {KINDS.get(kind, (str(kind),))[0]} nodes" for kind in foreign]
     plain = [(u, v) for u, v, is_plain in structure.edges if is_plain]  # edges that mean full completion
     special = {node for u, v, is_plain in structure.edges if not is_plain for node in (u, v)}
     before, after = directly_after(structure.nodes, [(v, u) for u, v in plain]), directly_after(structure.nodes, plain)
@@ -184,12 +193,12 @@ def tidy(graph: Any, *, driver: Driver, made: dict[int, int] | None = None) -> l
         if kind not in (cu.MEMSET, cu.MEMCPY):
             continue
         try:
-            launch = _replacement(driver, index, node, kind)
+            launch = _replacement(driver, _other_node(driver, index, node, kind))
             if node in special:
                 raise Unprovable("edges", "it has programmatic dependencies")
             made[node] = _replaced(driver, handle, node, launch, now(before[node]), now(after[node]))
         except Exception as error:  # also Triton's; the node is kept
-            kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
+            kept.append(f"{KINDS[kind][0]} node {index}: {error}")
     driver.remove_edges(handle, implied_edges({made.get(u, u): now(vs) for u, vs in after.items()}))
     return kept
 
@@ -221,28 +230,24 @@ def set_edges(graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int
     return True
 
 
-def _replacement(driver: Driver, index: int, handle: int, kind: int) -> KernelLaunch:
+def _replacement(driver: Driver, node: Any) -> KernelLaunch:
+    """Return what fills or copies as a node does."""
     from torch_overlay._inductor.relaunch.graph import fill_copy_kernels as kernels
 
-    if kind == cu.MEMSET:
-        p = driver.memset(handle)
-        size, width, height = int(p.elementSize), int(p.width), int(p.height)
-        if height > 1 and int(p.pitch) != width * size:
-            raise Unprovable("shape", "its rows are not adjacent")
-        launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
+    if isinstance(node, FillNode):
+        lines, is_adjacent = node.height, node.pitch == node.width * node.element_size
+        make = functools.partial(kernels.fill, node.dst, node.value, node.element_size)
     else:
-        node = copy_node(driver, index, handle)
         to, source = node.sides
         if to.on_host or source.on_host:
             raise Unprovable("host-memory", "a copy engine moves saved activations beside the kernels")
-        lines = node.height * node.depth
-        adjacent = node.depth <= 1 and to.pitch == source.pitch == node.width
-        if lines > 1 and not adjacent:
-            raise Unprovable("shape", "its rows are not adjacent")
-        launch = kernels.copy(to.address, source.address, node.width * lines)
+        lines, is_adjacent = node.height * node.depth, node.depth <= 1 and to.pitch == source.pitch == node.width
+        make = functools.partial(kernels.copy, to.address, source.address)
+    if lines > 1 and not is_adjacent:
+        raise Unprovable("shape", "its rows are not adjacent")
+    launch = make(node.width * lines)
     layout = [size for _, size in driver.layout(launch.func)]
-    if layout != [len(value) for value in launch.arguments]:
-        sizes = [len(value) for value in launch.arguments]
+    if layout != (sizes := [len(value) for value in launch.arguments]):
         raise Unprovable("layout", f"the kernel for it takes parameters of {layout} bytes, not {sizes}")
     if not 0 < launch.grid[0] < 1 << 31:
         raise Unprovable("shape", f"{launch.grid[0]} blocks")

@@ -258,15 +258,8 @@ def settle(template: Template, empty: Callable[..., torch.Tensor], driver: Drive
     half = -(-max(node.width for node in nodes) // 512) * 512
     memory = empty((2 * half,), (1,), torch.uint8)
     for node, parameters in nodes.items():
-        addresses = {p: memory.data_ptr() + p * half for p in parameters}
-        driver.set_memcpy(node.handle, pointed(node, addresses))
+        driver.point_memcpy(node, {p: memory.data_ptr() + p * half for p in parameters})
     return memory
-
-
-def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
-    """Return the node with these addresses, by parameter, in place of its own."""
-    to, source = (side._replace(address=addresses.get(p, side.address)) for p, side in enumerate(node.sides))
-    return dataclasses.replace(node, sides=(to, source))
 
 
 def emptied(template: Template) -> Template:
@@ -296,15 +289,15 @@ class Part:
     """A part of a graph. It destroys its clone and executable when it is reset or deleted, which must not happen during
     a launch, as for torch's graphs."""
 
-    def __init__(self, owner: Any, driver: Driver) -> None:
-        self.driver, self.owner = driver, owner
-        self.executable = self.clone = 0
+    def __init__(self, graph: int, wanted: set[int], owner: Any, driver: Driver) -> None:
+        """`wanted`: nodes of the graph; `handles` has those of the clone by these."""
+        self.driver, self.owner, self._made = driver, owner, contextlib.ExitStack()
+        self.clone, self.handles = driver.part(graph, wanted)
+        self._made.callback(driver.destroy_graph, self.clone)
 
     def instantiate(self) -> None:
-        """Make the executable, and destroy the previous one."""
-        before, self.executable = self.executable, self.driver.instantiate(self.clone)
-        if before:
-            self.driver.destroy_executable(before)
+        self.executable = self.driver.instantiate(self.clone)
+        self._made.callback(self.driver.destroy_executable, self.executable)
 
     def raw_cuda_graph_exec(self) -> int:
         return self.executable
@@ -313,12 +306,7 @@ class Part:
         self.driver.launch(self.executable, torch.cuda.current_stream(self.owner.device).cuda_stream)
 
     def reset(self) -> None:
-        executable, self.executable = self.executable, 0
-        clone, self.clone = self.clone, 0
-        if executable:
-            self.driver.destroy_executable(executable)
-        if clone:
-            self.driver.destroy_graph(clone)
+        self._made.close()
 
     def __del__(self) -> None:
         # At the exit of the process the driver may be unloaded already; nobody could handle the error.
@@ -331,10 +319,9 @@ def part_of(
 ) -> tuple[Part, Template]:
     """Return a part of the graph with the nodes of a template, and the template with their handles there. `setter`: if
     there are branches among them."""
-    part = Part(owner, driver or Driver())
+    part = Part(graph, {node.handle for node in template.nodes}, owner, driver or Driver())
     try:
-        part.clone, handle_of = part.driver.part(graph, {node.handle for node in template.nodes})
-        nodes = [dataclasses.replace(node, handle=handle_of[node.handle]) for node in template.nodes]
+        nodes = [dataclasses.replace(node, handle=part.handles[node.handle]) for node in template.nodes]
         template = dataclasses.replace(template, nodes=tuple(nodes))
         if setter is not None:
             template = nested(part.driver, part.clone, template, setter)

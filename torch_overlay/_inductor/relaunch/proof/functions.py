@@ -26,34 +26,32 @@ SCRATCH = POINTER * 2  # Triton's global and profile scratch, after the declared
 def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return function handle -> a letter per parameter, for the Triton kernels among a module's globals. Kernels that
     have not been loaded yet, and those with parameters of other kinds, are left out."""
-    found: dict[int, str] = {}
-    for _, binary, letters in _binaries(namespace):
-        found.update(dict.fromkeys(_handles(binary), letters))
-    return found
+    return {handle: letters for _, handle, letters in _loaded(namespace)}
 
 
-def _binaries(namespace: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield each kernel among a module's globals, with each of its kernel objects whose parameters are declared, and a
-    letter per parameter."""
+def _loaded(namespace: Mapping[str, Any]) -> Iterator[tuple[Any, int, str]]:
+    """Yield each kernel among a module's globals, with each of its function handles, and a letter per declared
+    parameter. torch's static launcher has a handle for each device that the kernel ran on."""
     for value in list(namespace.values()):
         for launcher in getattr(value, "launchers", None) or ():
             binary = binary_of(launcher)
             if (letters := _letters(binary)) is not None:
-                yield value, binary, letters
+                functions = getattr(binary, "functions", None) or {}
+                handles = filter(None, (getattr(binary, "function", None), *functions.values()))
+                yield from ((value, int(handle), letters) for handle in handles)
 
 
 def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return function handle -> a letter per parameter, for the kernels that Inductor writes. The letter of a pointer
     says whether the kernel only reads there, or may write."""
     found: dict[int, str] = {}
-    for kernel, binary, declared in _binaries(namespace):
+    for kernel, handle, declared in _loaded(namespace):
         if getattr(getattr(kernel, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
             continue
         letters = _reads_and_writes(kernel)
         # Triton's scratch memories are after the parameters that have names.
-        if declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
-            whole = letters + HIDDEN * (len(declared) - len(letters))
-            found.update(dict.fromkeys(_handles(binary), whole))
+        if declared.startswith(letters.translate(UNNAMED)):
+            found[handle] = letters + HIDDEN * (len(declared) - len(letters))
     return found
 
 
@@ -86,14 +84,6 @@ def static_binary_of(kernel: Any) -> tuple[Any, Any]:
     if len(launchers) != 1 or not getattr(launchers[0], "_is_static", False):
         return None, None
     return launchers[0], binary_of(launchers[0])
-
-
-def _handles(binary: Any) -> Iterator[int]:
-    """Yield the kernel's function handles: torch's static launcher has one for each device that the kernel ran on."""
-    functions = getattr(binary, "functions", None) or {}
-    for function in (getattr(binary, "function", None), *functions.values()):
-        if function:
-            yield int(function)
 
 
 def _letters(binary: Any) -> str | None:

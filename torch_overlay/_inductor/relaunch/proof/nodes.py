@@ -26,10 +26,7 @@ class Unprovable(Exception):
         if offset is not None:
             where += f", offset {offset}"
         super().__init__(f"{where}: {message}" if where else message)
-        self.reason = reason
-        self.node = node
-        self.parameter = parameter
-        self.offset = offset
+        self.reason, self.node, self.parameter, self.offset = reason, node, parameter, offset
 
 
 @dataclass(frozen=True)

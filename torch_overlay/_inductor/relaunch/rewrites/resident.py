@@ -156,11 +156,10 @@ def rewritten(gm: GraphModule, example_inputs: Sequence[Any], is_backward: bool)
 
 
 @contextlib.contextmanager
-def residing(compiled: Any) -> Iterator[tuple[tuple[tuple[str, str], ...], Residents]]:
+def residing(compiled: Any) -> Iterator[Residents]:
     """Have code that is finished inside, just compiled or from a cache, called with copies of its inputs on the device.
-    Yields what was rewritten, and the copies."""
-    found = CompiledNotes.of(compiled).rewrites
-    residents = Residents(found.resident)
-    yield found.made, residents
+    Yields the copies."""
+    residents = Residents(CompiledNotes.of(compiled).rewrites.resident)
+    yield residents
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
