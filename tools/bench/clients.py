@@ -10,8 +10,8 @@
 A row is a program of `client_rows`, each side of it a process of its own with compile caches of its own: `off` is stock
 without graphs, `trees` stock under mode="reduce-overhead", `relaunch` the same with the overlay, and `code`, if asked
 for, stock under that mode whose code runs without graphs. A process that fails, or takes longer than --timeout, costs
-its own cells. The sides of a row warm up one after another, then measure alone, in both orders; another of the
-`--rounds` has new processes and the caches of the one before.
+its own cells. The sides of a row warm up one after another, those of rows --together at once; then each measures alone,
+in both orders; another of the `--rounds` has new processes and the caches of the one before.
 
     values    bits: those of `off`, bit for bit; noise: they differ by as much as those of further processes of `off`,
               which run only where some side isn't equal; else the largest difference relative to a tensor's largest
@@ -298,9 +298,11 @@ class Runs:
         return found
 
     def warm(self, row: str, sides: Sequence[str]) -> Warm:
-        """The sides of a row, warmed up one after another."""
+        """The sides of a row, warmed up one after another, or at once where several rows are."""
         processes = {side: self.start(row, side) for side in sides}
-        return {side: (each, self.ask(each, "ready", "warm") | {"turns": []}) for side, each in processes.items()}
+        with concurrent.futures.ThreadPoolExecutor(len(sides) if self.args.together > 1 else 1) as pool:
+            answers = list(pool.map(lambda each: self.ask(each, "ready", "warm"), processes.values()))
+        return {s: (each, answer | {"turns": []}) for (s, each), answer in zip(processes.items(), answers)}
 
     def turns(self, warm: Warm) -> dict[str, Answer]:
         """The sides of a row measured in both orders."""
@@ -358,10 +360,11 @@ def measure(runs: Runs, rows: Sequence[str], sides: Sequence[str]) -> Iterator[t
                         stack.callback(process.stop)
                     for row, each in zip(group, warm):
                         found[row].append(runs.turns(each))
+            rows_again = [row for row, rounds in found.items() if rounds and unequal(rounds[-1])]
+            again = {row: [pool.submit(runs.once, row, f"again {n}") for n in range(AGAINS)] for row in rows_again}
             for row, rounds in found.items():
                 rounds = rounds or [{side: {"error": "out of time"} for side in sides}]
-                again = [runs.once(row, f"again {n}") for n in range(AGAINS)] if unequal(rounds[-1]) else ()
-                yield row, merged(rounds, again)
+                yield row, merged(rounds, [future.result() for future in again.get(row, ())])
 
 
 def compare(
