@@ -153,10 +153,8 @@ def summary(results: Sequence[worker_pool.Result]) -> list[str]:
     late = collections.Counter(r.case.variant for r in results if r.reason == "out of time")
     lines = [f"skipped {count:5}  {reason}" for reason, count in skipped.most_common(40)]
     lines += [f"out of time: {', '.join(f'{count} {name}' for name, count in sorted(late.items()))}"] if late else []
-    for r in sorted(results, key=lambda r: (r.case.operator, r.case.column)):
-        if not r.good:
-            lines.append(f"{r.status} {r.case.operator} {r.case.column}: {' '.join(r.reason.split())[:200]}")
-    return lines
+    bad = [r for r in results if not r.good]
+    return lines + list(map(worker_pool.failure, sorted(bad, key=lambda r: (r.case.operator, r.case.column))))
 
 
 def parse() -> argparse.Namespace:
@@ -203,11 +201,10 @@ def main() -> int:
         return 2
     results = worker_pool.run_all(
         chosen,
-        lambda number: Pair(number, args),  # pyrefly: ignore[bad-argument-type]
+        lambda number: Pair(number, args),
         args.jobs,
         args.seconds - (time.monotonic() - start),
-        lambda result: worker_pool.write_result(args.out, result),
-        Pair.run,  # pyrefly: ignore[bad-argument-type]
+        args.out,
     )
     print("\n".join(["", *summary(results)]))
     print(f"{len(results)} cases in {time.monotonic() - start:.0f} s: {worker_pool.counted(results)}")

@@ -96,44 +96,6 @@ def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
     return worker_pool.Worker(command, environment, args.out / f"worker-{number}.log", args.timeout + args.shrink)
 
 
-class Progress:
-    """A bar on a terminal, if rich is there; elsewhere a line for every twentieth of the way."""
-
-    def __init__(self, total: int, what: str) -> None:
-        self.total, self.done, self.failed, self.what, self.start = total, 0, 0, what, time.monotonic()
-        self.bar: Any = None
-        if sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import (
-                    BarColumn,
-                    MofNCompleteColumn,
-                    Progress as Bar,
-                    TextColumn,
-                    TimeRemainingColumn,
-                )
-            except ImportError:
-                return
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Bar(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task(what, total=total)
-            self.bar.start()
-
-    def step(self, good: bool) -> None:
-        self.done += 1
-        self.failed += not good
-        text = f"{self.what}, {self.failed} failed" if self.failed else self.what
-        if self.bar is not None:
-            self.bar.update(self.task, advance=1, description=text)
-        elif self.done * 20 // self.total != (self.done - 1) * 20 // self.total:
-            spent = time.monotonic() - self.start
-            print(f"{self.done}/{self.total}  {spent:.0f} s  {text}", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
 def done_before(lines: Path, head: dict[str, Any]) -> dict[tuple[int, int], worker_pool.Result]:
     """Results of an earlier run of the same programs; its skipped ones are to be done."""
     if not lines.exists():
@@ -201,21 +163,12 @@ def main() -> int:
     wanted = [Case(args.seed, number) for number in range(args.first, args.first + args.n)]
     earlier = [before[c.seed, c.number] for c in wanted if (c.seed, c.number) in before]
     cases = [c for c in wanted if (c.seed, c.number) not in before]
-    start, progress = time.monotonic(), Progress(max(1, len(cases)), "programs")
-
-    def seen(result: worker_pool.Result) -> None:
-        worker_pool.write_result(lines, result)
-        progress.step(result.good)
-
-    results = worker_pool.run_all(
-        cases, lambda number: make_worker(number, args), args.jobs, args.limit, seen, quiet=True
-    )
-    progress.stop()
-    results = earlier + results
+    start = time.monotonic()
+    results = earlier + worker_pool.run_all(cases, lambda n: make_worker(n, args), args.jobs, args.limit, lines)
     run = [r for r in results if r.status != "skipped"]
     bad = [r for r in run if not r.good]
     for r in sorted(bad, key=lambda r: r.case.number):
-        print(f"{r.status} program {r.case.number}: {' '.join(r.reason.split())[:200]}")
+        print(worker_pool.failure(r))
     spent = time.monotonic() - start
     again = f", {len(earlier)} of them in an earlier run" if earlier else ""
     print(f"{len(run)} of {len(wanted)} programs{again}, {spent:.0f} s: {len(run) - len(bad)} ok, {len(bad)} failed")

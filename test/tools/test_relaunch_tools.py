@@ -69,10 +69,9 @@ class TestCheck(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             args.out = Path(folder)
             worker = relaunch_check.Worker(0, args)
-            with mock.patch.object(
-                worker, "run", side_effect=lambda case: relaunch_check.worker_pool.Result(case, "ok")
-            ):
-                worker.run_case(relaunch_check.Case("expandable_segments", "verify"))
+            pool = relaunch_check.worker_pool
+            with mock.patch.object(pool.Worker, "run", lambda worker, case: pool.Result(case, "ok")):
+                worker.run(relaunch_check.Case("expandable_segments", "verify"))
             worker.close()
         for name, value in by_name("expandable_segments").env.items():
             self.assertEqual(worker.environment[name], value)
