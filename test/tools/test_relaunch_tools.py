@@ -177,20 +177,16 @@ class TestBench(unittest.TestCase):
 
     @form.slow
     @form.overlay_only
-    def test_a_process_that_fails_is_told(self) -> None:
-        answer = relaunch.Process("regions", "off").ask(200.0)
+    def test_a_process_waits_until_it_is_asked_and_tells_that_it_failed(self) -> None:
+        process = relaunch.start("regions", "off")
+        process.tell("ready")
+        self.assertEqual(process.answer(200.0), {})
+        answer = process.ask_and_stop("measure", 200.0)
         if "error" in answer:  # without a GPU
             self.assertRegex(answer["error"], "NVIDIA|CUDA")
+            self.assertEqual(process.answer(0.0), answer)
         else:
             self.assertGreater(answer["result"]["gpu us"], 0)
-
-    @form.slow
-    @form.overlay_only
-    def test_a_process_waits_until_it_is_asked(self) -> None:
-        process = relaunch.Process("regions", "off")
-        with self.assertRaises(subprocess.TimeoutExpired):
-            process.process.wait(15)
-        process.stop()
         self.assertIsNotNone(process.process.returncode)
 
     def test_layer_and_bare_launches_take_turns(self) -> None:
