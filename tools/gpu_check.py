@@ -26,7 +26,9 @@ from typing import Any
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
 
@@ -95,8 +97,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no case is started")
     parser.add_argument("--only", action="append", default=[], help="pattern of program names; may be repeated")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="of outside, inside, folded, cpp")
-    parser.add_argument("--modes", default="default,reduce-overhead", help="of default, reduce-overhead")
+    variants, modes = (*VARIANTS, CPP), ("default", "reduce-overhead")
+    parser.add_argument("--variants", type=records.names(variants), default=VARIANTS, help=f"of {', '.join(variants)}")
+    parser.add_argument("--modes", type=records.names(modes), default=modes, help=f"of {', '.join(modes)}")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -118,8 +121,8 @@ def main() -> int:
         for p in PROGRAMS
         if not args.only or any(fnmatch.fnmatch(p.name, pattern) for pattern in args.only)
         for mode in p.modes
-        if (mode or "default") in args.modes.split(",")
-        for variant in args.variants.split(",")
+        if (mode or "default") in args.modes
+        for variant in args.variants
         if mode is None or variant != "folded"
     ]
     return worker_pool.run_and_report(args.out, [(cases, args.jobs)], lambda n: make_worker(n, args), args.limit)

@@ -278,7 +278,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     a peak that is measured in it."""
     until = time.monotonic() + options.limit
     known = {row: float(peak) for row, _, peak in (item.partition("=") for item in options.peaks.split(",") if item)}
-    rows = itertools.product(options.rows.split(","), options.modes.split(","))
+    rows = itertools.product(options.rows, options.modes)
     pairs = [(Child(row, mode, "off"), Child(row, mode, "on")) for row, mode in rows]
     children = {child: on for off, on in pairs for child in (off, on)}
     try:
@@ -293,7 +293,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if "peak GiB" in child.found and (on := children[child]).process is None:
                     on.begin(options, child.found["peak GiB"])
         for child in children:
-            if child.mode == "default" and child.row in options.oom.split(","):
+            if child.mode == "default" and child.row in options.oom:
                 child.note(until, "oom")
     finally:
         for child in children:
@@ -378,9 +378,10 @@ def oom_of(r: dict[str, Any]) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="llama,gpt2")
-    parser.add_argument("--modes", default="default,reduce-overhead")
-    parser.add_argument("--oom", default="llama", help="rows that are tried with too little memory, too")
+    rows, modes = ("llama", "gpt2"), ("default", "reduce-overhead")
+    parser.add_argument("--rows", type=records.names(rows), default=rows, help="of llama, gpt2")
+    parser.add_argument("--modes", type=records.names(modes), default=modes, help="of default, reduce-overhead")
+    parser.add_argument("--oom", type=records.names(rows), default=rows[:1], help="rows with too little memory, too")
     parser.add_argument("--cut", type=float, default=0.4, help="how much of the peak the budget takes off")
     parser.add_argument("--turns", type=records.positive, default=2)
     parser.add_argument("--steps", type=records.positive, default=2, help="measured steps a turn")

@@ -286,20 +286,11 @@ def read(files: Iterable[Path]) -> tuple[dict[str, Row], dict[str, Any]]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     from relaunch_process import ROWS, SIDES  # pyrefly: ignore[missing-import]
 
-    def some(of: Iterable[str]) -> Callable[[str], list[str]]:
-        def names(text: str) -> list[str]:
-            chosen = [name.strip() for name in text.split(",") if name.strip()]
-            if unknown := set(chosen) - set(of):
-                raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(of)}")
-            return chosen
-
-        return names
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=some(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", type=records.names(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument(
         "--sides",
-        type=some(SIDES),
+        type=records.names(SIDES),
         default=["off", "trees", "relaunch", "replay"],
         help=f"of {', '.join(SIDES)}; stock: trees without the overlay; python: relaunch without the C helper",
     )

@@ -193,6 +193,15 @@ def settled() -> int:
     return device_used()
 
 
+def memory(base: int) -> dict[str, float]:
+    """MiB of the allocator, and of the device beyond `base`."""
+    return {
+        "reserved MiB": torch.cuda.memory_reserved() / MIB,
+        "peak MiB": torch.cuda.max_memory_allocated() / MIB,
+        "device MiB": (device_used() - base) / MIB,
+    }
+
+
 def counters() -> dict[str, int]:
     """Of the overlay, and what its runner knows."""
     found = dict(torch._dynamo.utils.counters["torch_overlay"])
@@ -302,11 +311,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
             work.step()
         torch.cuda.synchronize()
         counts = counters()
-        result |= {
-            "reserved MiB": torch.cuda.memory_reserved() / MIB,
-            "peak MiB": torch.cuda.max_memory_allocated() / MIB,
-            "device MiB": (device_used() - base) / MIB,
-        }
+        result |= memory(base)
         result["gpu us"] = gpu_time(work.step)
         result["host us"], result["layer us"] = host_time(work.step, layer)
         result["queued us"] = queued_time(work.step, result["host us"])

@@ -188,12 +188,13 @@ def table(judged: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(r.name for r in ROWS), help="names, separated by commas")
+    known = {row.name: row for row in ROWS}
+    parser.add_argument("--rows", type=records.names(known), default=list(known), help=f"of {', '.join(known)}")
     parser.add_argument("--rounds", type=records.positive, default=1, help="rounds of four processes")
     parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
     records.add_option(parser)
     args = parser.parse_args()
-    chosen = [row for row in ROWS if row.name in args.rows.split(",")]
+    chosen = [known[name] for name in args.rows]
     answers = {row.name: Answers(row.name) for row in chosen}
     for side in (*SIDES, *reversed(SIDES)) * args.rounds:
         print(f"measuring {side}", file=sys.stderr, flush=True)
