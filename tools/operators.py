@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
 
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
 
@@ -196,7 +197,7 @@ def main() -> int:
         return 2
     start = time.monotonic()
     args.logs.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(worker_pool.describe()) + "\n")
+    args.out.write_text(json.dumps(streams.describe()) + "\n")
     chosen = choose(args)
     if not chosen:
         print("operators: no such case")

@@ -24,7 +24,9 @@ from typing import Any
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
+
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
 
@@ -152,7 +154,7 @@ def main() -> int:
     head = {"seeds": args.seeds, "compile_only": args.compile_only, "wide": args.wide}
     before = done_before(lines, head)
     if not lines.exists():
-        lines.write_text(json.dumps({**worker_pool.describe(), **head}) + "\n")
+        lines.write_text(json.dumps({**streams.describe(), **head}) + "\n")
     wanted = [Case(args.seed, number) for number in range(args.first, args.first + args.n)]
     earlier = [before[c.seed, c.number] for c in wanted if (c.seed, c.number) in before]
     cases = [c for c in wanted if (c.seed, c.number) not in before]

@@ -253,9 +253,11 @@ def run_and_report(
 ) -> int:
     """Run parts of the cases one after another, each with its number of processes. Results go to the folder `out`, the
     table of failures and the notes on them to stdout. Returns the exit status."""
+    import streams  # pyrefly: ignore[missing-import]
+
     start, results = time.monotonic(), list[Result]()
     lines = out / "results.jsonl"
-    lines.write_text(json.dumps(describe()) + "\n")
+    lines.write_text(json.dumps(streams.describe()) + "\n")
     for cases, jobs in parts:
         least = 30.0 if results else 0.0  # seconds for a further part
         results += run_all(cases, worker, jobs, max(least, limit - (time.monotonic() - start)), lines)
@@ -270,23 +272,6 @@ def run_and_report(
 def write_result(file: Path, result: Result) -> None:
     with open(file, "a") as stream:
         print(json.dumps(dataclasses.asdict(result)), file=stream)
-
-
-def describe() -> dict[str, Any]:
-    import torch
-
-    def ask(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        except OSError:
-            return "unknown"
-
-    return {
-        "torch": torch.__version__,
-        "gpu": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "commit": ask("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "command": sys.argv,
-    }
 
 
 def table(results: Sequence[Result]) -> tuple[str, str]:

@@ -121,18 +121,18 @@ def measure(rows: list[str], side: str, timeout: float) -> list[dict[str, Any]]:
 
 
 def describe() -> dict[str, Any]:
+    import torch
+    import triton
+
     def ask(*command: str) -> str:
         try:
             return subprocess.run(command, capture_output=True, text=True).stdout.strip()
         except OSError:
             return "unknown"
 
-    versions = ask(
-        sys.executable, "-c", "import torch, triton; print(torch.__version__, torch.version.cuda, triton.__version__)"
-    )
     return {
         "hardware": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "torch, cuda, triton": versions,
+        "torch, cuda, triton": f"{torch.__version__} {torch.version.cuda} {triton.__version__}",
         "commit": ask("git", "-C", str(HERE), "describe", "--always", "--dirty"),
         "command": " ".join(sys.argv),
     }
