@@ -26,7 +26,7 @@ def child(side: str, **found: Any) -> Any:
 
 
 def said(results: list[dict[str, Any]]) -> tuple[bool, str]:
-    return printed(offload.table, results, 0.4)[:2]
+    return printed(offload.table, results)[:2]
 
 
 class TestTable(TestCase):
