@@ -24,11 +24,15 @@ from pathlib import Path
 from typing import Any, IO, Protocol, TYPE_CHECKING
 
 
+sys.path.append(str(Path(__file__).resolve().parent / "bench"))
+
+import streams  # pyrefly: ignore[missing-import]
+
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-ROOT = Path(__file__).resolve().parent.parent
 GOOD = ("ok", "skipped")
 START = 90.0  # seconds that a fresh worker may need to import torch and start CUDA, beside all others
 
@@ -253,8 +257,6 @@ def run_and_report(
 ) -> int:
     """Run parts of the cases one after another, each with its number of processes. Results go to the folder `out`, the
     table of failures and the notes on them to stdout. Returns the exit status."""
-    import streams  # pyrefly: ignore[missing-import]
-
     start, results = time.monotonic(), list[Result]()
     lines = out / "results.jsonl"
     lines.write_text(json.dumps(streams.describe()) + "\n")
@@ -280,19 +282,14 @@ def table(results: Sequence[Result]) -> tuple[str, str]:
     rows: dict[str, dict[str, str]] = {}
     for r in results:
         rows.setdefault(r.case.row, {})[r.case.column] = r.status
-    width = max(map(len, rows), default=0)
-    widths = [max(len(c), 7) for c in columns]
-    head = " ".join(["program".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths))]).rstrip()
-
-    def line(name: str) -> str:
-        return " ".join(
-            [name.ljust(width), *(rows[name].get(c, "").ljust(w) for c, w in zip(columns, widths))]
-        ).rstrip()
-
     bad = [r for r in results if not r.good]
-    whole = "\n".join([head, *map(line, sorted(rows))])
-    short = [head, *map(line, sorted({r.case.row for r in bad}))] if bad else []
-    return whole, "\n".join([*short, *map(failure, bad)])
+
+    def lines(shown: Iterable[str]) -> list[str]:
+        cells = [[row, *(rows[row].get(column, "") for column in columns)] for row in sorted(shown)]
+        return streams.aligned([["program", *columns], *cells])
+
+    short = lines({r.case.row for r in bad}) if bad else []
+    return "\n".join(lines(rows)), "\n".join([*short, *map(failure, bad)])
 
 
 def failure(result: Result) -> str:
