@@ -23,7 +23,7 @@ import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ from series import base, installed_root, places_of, read_fixes, read_series, ser
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from series import FileChange
     from torch_overlay.seams import Seam
@@ -45,42 +45,23 @@ CLOSE = 3  # names that are told where one is gone
 MOST_NAMES = 6  # of functions that a changed definition calls
 
 
-class Tree(Protocol):
-    """The Python files of a PyTorch."""
+class Tree:
+    """The Python files of a PyTorch: the paths of all, and the content of one."""
 
-    def read(self, path: str) -> str | None: ...
-
-    def files(self) -> list[str]: ...
-
-
-class Folder:
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, paths: Callable[[], Iterable[str]], content: Callable[[str], bytes]) -> None:
+        self.paths, self.content = paths, content
         self.texts: dict[str, str | None] = {}
 
     def read(self, path: str) -> str | None:
         if path not in self.texts:
-            file = self.root / path
-            self.texts[path] = file.read_bytes().decode() if file.is_file() else None
+            try:
+                self.texts[path] = self.content(path).decode()
+            except (KeyError, OSError):  # not in the archive, not in the folder
+                self.texts[path] = None
         return self.texts[path]
 
     def files(self) -> list[str]:
-        return [p.relative_to(self.root).as_posix() for f in FOLDERS for p in (self.root / f).rglob("*.py")]
-
-
-class Wheel:
-    def __init__(self, path: Path) -> None:
-        self.archive = zipfile.ZipFile(path)
-        self.names = set(self.archive.namelist())
-        self.texts: dict[str, str] = {}
-
-    def read(self, path: str) -> str | None:
-        if path in self.names and path not in self.texts:
-            self.texts[path] = self.archive.read(path).decode()
-        return self.texts.get(path)
-
-    def files(self) -> list[str]:
-        return [name for name in self.names if name.startswith(FOLDERS) and name.endswith(".py")]
+        return [path for path in self.paths() if path.startswith(FOLDERS) and path.endswith(".py")]
 
 
 def download(version: str, folder: str) -> Path:
@@ -96,11 +77,16 @@ def download(version: str, folder: str) -> Path:
 def tree_of(path: Path) -> Tree:
     """Return the tree at a path: a wheel, a folder with torch/ in it, or torch/ itself."""
     if path.suffix == ".whl" and path.is_file():
-        return Wheel(path)
-    for root in (path, path.parent if path.name == "torch" else path):
-        if (root / "torch" / "_inductor").is_dir():
-            return Folder(root)
-    raise SeriesError(f"{path} has no torch/_inductor: it takes a checkout, a folder of packages, or a wheel of torch")
+        archive = zipfile.ZipFile(path)
+        return Tree(archive.namelist, archive.read)
+    roots = [path, path.parent] if path.name == "torch" else [path]
+    root = next((root for root in roots if (root / "torch" / "_inductor").is_dir()), None)
+    if root is None:
+        raise SeriesError(
+            f"{path} has no torch/_inductor: it takes a checkout, a folder of packages, or a wheel of torch"
+        )
+    paths = [file.relative_to(root).as_posix() for file in (root / "torch").rglob("*.py")]
+    return Tree(lambda: paths, lambda name: (root / name).read_bytes())
 
 
 # ---- seams
@@ -317,7 +303,7 @@ def compare(new: Tree) -> Report:
     """Compare all seams and patches with another PyTorch."""
     from torch_overlay.seam_table import SEAMS
 
-    seams = Seams(Folder(installed_root()), new)
+    seams = Seams(tree_of(installed_root()), new)
     texts: dict[str, str | None] = {}
     queue = [check_patch(patch.name, patch.changes, texts, new) for patch in read_series(series_folder())]
     fixes, known = [], read_fixes()

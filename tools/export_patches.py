@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from fingerprint import module_file, without_collections  # also keeps the package's import from enabling the overlay
 from series import (
     base,
-    insertion_diff,
+    edit_diff,
     installed_root,
     mail,
     modules,
@@ -109,19 +109,17 @@ class UpstreamFile:
             line = f"from {HOOKS_MODULE} import {function}"
             self.inserted[import_position(self.tree)].append((patch, line))
 
+    def text(self, patches: int) -> str:
+        """The file with the lines of so many patches."""
+        lines: list[str] = []
+        for position, line in enumerate(self.source.split("\n")):
+            lines += [added for owner, added in self.inserted.get(position, ()) if owner < patches]
+            lines.append(line)
+        return "\n".join(lines)
+
     def diff(self, patch: int) -> str:
         """What one patch changes, on top of those before it."""
-        lines = self.source.split("\n")
-        before: list[str] = []
-        new: dict[int, list[str]] = defaultdict(list)
-        for position in range(len(lines)):
-            for owner, line in self.inserted.get(position, ()):
-                if owner < patch:
-                    before.append(line)
-                elif owner == patch:
-                    new[len(before)].append(line)
-            before.append(lines[position])
-        return insertion_diff(self.name, "\n".join(before), new)
+        return edit_diff(self.name, self.text(patch), self.text(patch + 1))
 
     def patches(self) -> set[int]:
         return {owner for lines in self.inserted.values() for owner, _ in lines}

@@ -19,8 +19,8 @@ import difflib
 import fnmatch
 import functools
 import hashlib
+import multiprocessing
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -94,13 +94,8 @@ def programs(drawn: int, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"drawn_{seed}_{number}.{mode}", functools.partial(trial.judge, written, [mode], on_gpu=False)
 
 
-def write_texts(out: Path, only: Sequence[str], drawn: int, seed: int, part: int, parts: int) -> None:
-    import form  # noqa: F401  # pyrefly: ignore[missing-import]
-
-    warnings.filterwarnings("ignore")
-    chosen = [(n, run) for n, run in programs(drawn, seed) if not only or any(fnmatch.fnmatch(n, o) for o in only)]
-    for name, run in chosen[part::parts]:
-        path = out / f"{name}.txt"
+def write_texts(chosen: Sequence[tuple[Path, Callable[[], Any]]]) -> None:
+    for path, run in chosen:
         if not path.exists():
             path.write_text(compiled(run))
 
@@ -128,11 +123,10 @@ def _sum(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the texts; run again, it goes on where it was stopped")
-    parser.add_argument("--programs", nargs="+", default=[], metavar="PATTERN", help="of NAME.MODE")
+    parser.add_argument("--programs", nargs="+", default=["*"], metavar="PATTERN", help="of NAME.MODE")
     parser.add_argument("--drawn", type=int, default=1000, help="random programs")
     parser.add_argument("--seed", type=int, default=31)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     options = parser.parse_args()
     if options.compare:
@@ -140,21 +134,22 @@ def main() -> int:
     if options.out is None:
         parser.error("--out or --compare is needed")
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.part is not None:
-        write_texts(options.out, options.programs, options.drawn, options.seed, options.part, options.jobs)
-        return 0
-    command = [sys.executable, __file__, "--out", str(options.out), "--jobs", str(options.jobs)]
-    command += [
-        "--drawn",
-        str(options.drawn),
-        "--seed",
-        str(options.seed),
-        *(["--programs", *options.programs] * bool(options.programs)),
+    import form  # noqa: F401  # pyrefly: ignore[missing-import]
+
+    warnings.filterwarnings("ignore")
+    chosen = [
+        (options.out / f"{name}.txt", run)
+        for name, run in programs(options.drawn, options.seed)
+        if any(fnmatch.fnmatch(name, pattern) for pattern in options.programs)
     ]
-    running = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.jobs)]
-    failed = [process.wait() for process in running]
+    context = multiprocessing.get_context("fork")  # of a process that has imported all programs
+    jobs = [context.Process(target=write_texts, args=(chosen[n :: options.jobs],)) for n in range(options.jobs)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
     print(f"{len(list(options.out.glob('*.txt')))} programs; sha256 of all: {_sum(options.out)}")
-    return 1 if any(failed) else 0
+    return int(any(job.exitcode for job in jobs))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU correctness tier in one command: every program of `test/stream_programs`, compiled, against ordered eager.
 
-    python tools/gpu_check.py --out DIR [--jobs 12] [--calls 50] [--seeds 1] [--only 'prefetch*'] [--stock]
+    python tools/gpu_check.py --out DIR [--jobs 12] [--calls 50] [--seeds 1] [--only 'prefetch*']
 
 Worker processes take one case after the other, so one that crashes or hangs costs its own case and no more. A case is
 a program, a mode of torch.compile, a variant and a seed, which draws the delays. Variants are `outside` (delays around
@@ -9,25 +9,26 @@ the call), `inside` (operators that sleep between the program's own, too) and `f
 current stream, which is the default outside these tests). If asked for, `cpp` is `outside` with a C++ wrapper, which
 takes longer to compile; a program that C++ wrappers refuse is skipped, with the reason. The table comes last, failures
 only; DIR gets the whole table (summary.txt), a JSON line per case (results.jsonl), and what the workers printed
-(worker-*.log). The exit status is 1 if a case failed. With --stock the same programs run without the overlay.
+(worker-*.log). The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
-import json
+import functools
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
 
@@ -56,38 +57,24 @@ class Case:
 
 
 def work(calls: int) -> None:
-
     import torch._inductor.config as inductor_config
 
     import form  # pyrefly: ignore[missing-import]
     from stream_programs import by_name, gpu  # pyrefly: ignore[missing-import]
 
-    stock = os.environ.get("TORCH_OVERLAY_DISABLE") == "1"
-    config = None if stock else form.overlay.config
-
     def handle(fields: dict[str, Any]) -> tuple[str, str]:
         case = Case(**fields)
-        status, reason = "ok", ""
         program = by_name(case.program)
+        if program.devices > gpu.devices():
+            return "skipped", f"needs {program.devices} GPUs"
         sleeps, fold = VARIANTS.get(case.variant, (False, False))
+        mode = None if case.mode == "default" else case.mode
         inductor_config.cpp_wrapper = case.variant == CPP
-        try:
-            if program.devices > gpu.devices():
-                status, reason = "skipped", f"needs {program.devices} GPUs"
-            else:
-                mode = None if case.mode == "default" else case.mode
-                if config is None or fold:
-                    gpu.check(program, mode, sleeps=sleeps, calls=calls, seed=case.seed)
-                else:
-                    with config.patch(fold_branches_below_us=0.0):
-                        gpu.check(program, mode, sleeps=sleeps, calls=calls, seed=case.seed)
-        except gpu.Mismatch as e:
-            status, reason = "FAILED", str(e)
-        except Exception as e:
-            if case.variant == CPP and "cpp_wrapper can't compile" in str(e):
-                return worker_pool.settle("skipped", str(e).partition("\n")[0])
-            traceback.print_exc()
-            status, reason = "ERROR", f"{type(e).__name__}: {e}".strip()
+        with contextlib.nullcontext() if fold else form.overlay.config.patch(fold_branches_below_us=0.0):
+            check = functools.partial(gpu.check, program, mode, sleeps=sleeps, calls=calls, seed=case.seed)
+            status, reason = worker_pool.attempt(check, gpu.Mismatch)
+        if case.variant == CPP and "cpp_wrapper can't compile" in reason:
+            status, reason = "skipped", reason.partition(": ")[2].partition("\n")[0]
         return worker_pool.settle(status, reason)
 
     worker_pool.serve(handle)
@@ -97,11 +84,8 @@ def work(calls: int) -> None:
 
 
 def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
-    environment = worker_pool.environment()
-    if args.stock:
-        environment["TORCH_OVERLAY_DISABLE"] = "1"
     command = [sys.executable, __file__, "--worker", "--calls", str(args.calls), "--out", str(args.out)]
-    return worker_pool.Worker(command, environment, args.out / f"worker-{number}.log", args.timeout)
+    return worker_pool.Worker(command, worker_pool.environment(), args.out / f"worker-{number}.log", args.timeout)
 
 
 def parse() -> argparse.Namespace:
@@ -113,9 +97,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no case is started")
     parser.add_argument("--only", action="append", default=[], help="pattern of program names; may be repeated")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="of outside, inside, folded, cpp")
-    parser.add_argument("--modes", default="default,reduce-overhead", help="of default, reduce-overhead")
-    parser.add_argument("--stock", action="store_true", help="without the overlay")
+    variants, modes = (*VARIANTS, CPP), ("default", "reduce-overhead")
+    parser.add_argument("--variants", type=records.names(variants), default=VARIANTS, help=f"of {', '.join(variants)}")
+    parser.add_argument("--modes", type=records.names(modes), default=modes, help=f"of {', '.join(modes)}")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -137,25 +121,11 @@ def main() -> int:
         for p in PROGRAMS
         if not args.only or any(fnmatch.fnmatch(p.name, pattern) for pattern in args.only)
         for mode in p.modes
-        if (mode or "default") in args.modes.split(",")
-        for variant in args.variants.split(",")
+        if (mode or "default") in args.modes
+        for variant in args.variants
         if mode is None or variant != "folded"
     ]
-    start = time.monotonic()
-    lines = args.out / "results.jsonl"
-    lines.write_text(json.dumps(worker_pool.describe()) + "\n")
-    results = worker_pool.run_all(
-        cases,
-        lambda number: make_worker(number, args),
-        args.jobs,
-        args.limit,
-        lambda result: worker_pool.write_result(lines, result),
-    )
-    whole, short = worker_pool.table(results)
-    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: {worker_pool.counted(results)}"
-    (args.out / "summary.txt").write_text(f"{whole}\n{short}\n{last}\n")
-    print(f"\n{short}\n{last}")
-    return 0 if all(r.good for r in results) else 1
+    return worker_pool.run_and_report(args.out, [(cases, args.jobs)], lambda n: make_worker(n, args), args.limit)
 
 
 if __name__ == "__main__":

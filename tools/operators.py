@@ -33,7 +33,10 @@ from typing import Any, TYPE_CHECKING
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
 
@@ -153,33 +156,31 @@ def summary(results: Sequence[worker_pool.Result]) -> list[str]:
     late = collections.Counter(r.case.variant for r in results if r.reason == "out of time")
     lines = [f"skipped {count:5}  {reason}" for reason, count in skipped.most_common(40)]
     lines += [f"out of time: {', '.join(f'{count} {name}' for name, count in sorted(late.items()))}"] if late else []
-    for r in sorted(results, key=lambda r: (r.case.operator, r.case.column)):
-        if not r.good:
-            lines.append(f"{r.status} {r.case.operator} {r.case.column}: {' '.join(r.reason.split())[:200]}")
-    return lines
+    bad = [r for r in results if not r.good]
+    return lines + list(map(worker_pool.failure, sorted(bad, key=lambda r: (r.case.operator, r.case.column))))
 
 
 def parse() -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [name for name in text.split(",") if name]
-
     from operator_programs import MODES, VARIANTS  # pyrefly: ignore[missing-import]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "operators" / "results.jsonl", help="JSON lines")
     parser.add_argument("--jobs", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)), help="processes")
-    parser.add_argument("--only", type=names, default=[], help="patterns of operator names; by commas")
-    parser.add_argument("--variants", type=names, default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--modes", type=names, default=[], help=f"of {', '.join(MODES)} (each variant has its own)")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=[], help="patterns of operator names; by commas"
+    )
+    parser.add_argument(
+        "--variants", type=records.names(VARIANTS), default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}"
+    )
+    parser.add_argument(
+        "--modes", type=records.names(MODES), default=[], help=f"of {', '.join(MODES)} (each variant has its own)"
+    )
     parser.add_argument("--seconds", type=float, default=450.0, help="after which no case is started")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one case")
     parser.add_argument("--device", choices=("cuda", "cpu", "simulated"), default="cuda", help="cpu: no streams")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stock", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for what, known in (("variants", VARIANTS), ("modes", MODES)):
-        if unknown := set(getattr(args, what)) - set(known):
-            parser.error(f"--{what}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     args.logs = args.out.with_suffix("")
     return args
 
@@ -196,18 +197,17 @@ def main() -> int:
         return 2
     start = time.monotonic()
     args.logs.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(worker_pool.describe()) + "\n")
+    args.out.write_text(json.dumps(streams.describe()) + "\n")
     chosen = choose(args)
     if not chosen:
         print("operators: no such case")
         return 2
     results = worker_pool.run_all(
         chosen,
-        lambda number: Pair(number, args),  # pyrefly: ignore[bad-argument-type]
+        lambda number: Pair(number, args),
         args.jobs,
         args.seconds - (time.monotonic() - start),
-        lambda result: worker_pool.write_result(args.out, result),
-        Pair.run,  # pyrefly: ignore[bad-argument-type]
+        args.out,
     )
     print("\n".join(["", *summary(results)]))
     print(f"{len(results)} cases in {time.monotonic() - start:.0f} s: {worker_pool.counted(results)}")

@@ -20,7 +20,7 @@ def run(count: int, seed: int) -> int:
     import plan_closure as planner  # pyrefly: ignore[missing-import]
     from hypothesis import given, HealthCheck, Phase, seed as seeded, settings
 
-    from run_fuzz import Progress
+    from worker_pool import Progress
 
     progress, waits, start = Progress(count, "schedules"), 0, time.monotonic()
 
@@ -37,15 +37,13 @@ def run(count: int, seed: int) -> int:
         nonlocal waits
         waits += planner.check_schedule(schedule)
         if progress.done < count:
-            progress.step(True)
+            progress.step()
 
     try:
         check()
     except AssertionError as error:
         print(f"\nafter {progress.done} schedules:\n{error}")
         return 1
-    finally:
-        progress.stop()
     spent = time.monotonic() - start
     print(f"{progress.done} schedules, {waits} waits, {spent:.0f} s: all ordered, none with a wait too many")
     return 0

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """CUDA graph relaunch on a GPU in one command: every program of `test/relaunch_programs`, on every side.
 
-    python tools/relaunch_check.py --out DIR [--verify] [--only 'outputs,decode*'] [--variants relaunch,trees]
+    python tools/relaunch_check.py --out DIR [--only 'outputs,decode*'] [--variants relaunch,verify]
 
 Each program runs compiled without graphs, in eager, and with graphs, in one process; what it saw must be equal, graphs
 must have been launched, and nothing may be left behind. A case is a program and a variant:
 
     relaunch   cudagraphs = "relaunch"
-    verify     the same, and each launch is compared with the compiled code (also switched on by --verify)
+    verify     the same, and each launch is compared with the compiled code
     policy     cudagraph_policy = RelaunchPolicy(), in processes without any seam of the overlay: what a program needs a
                seam for (`relaunch_programs/_needs.py`) is listed, and its graphs aren't counted
     trees      upstream's graphs, for comparison: many programs fail
@@ -24,18 +24,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-import json
+import functools
 import os
 import re
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
 
@@ -83,21 +83,14 @@ def work(device: str, timeout: float) -> None:
     def handle(fields: dict[str, Any]) -> tuple[str, str]:
         case = Case(**fields)
         program = by_name(case.program)
-        status, reason = "ok", ""
         if device == "cuda":
             if program.ranks > torch.cuda.device_count():
                 return "skipped", f"needs {program.ranks} GPUs"
         elif program.gpu_only:
             return "skipped", "needs a GPU"
-        try:
-            check(program, Settings(device, timeout=timeout - 15, **VARIANTS[case.variant]))
-        except Mismatch as e:
-            traceback.print_exc()
-            status, reason = "FAILED", str(e)
-        except Exception as e:
-            traceback.print_exc()
-            status, reason = "ERROR", f"{type(e).__name__}: {e}".strip()
-        return worker_pool.settle(status, reason) if device == "cuda" else (status, reason)
+        settings = Settings(device, timeout=timeout - 15, **VARIANTS[case.variant])
+        found = worker_pool.attempt(functools.partial(check, program, settings), Mismatch)
+        return worker_pool.settle(*found) if device == "cuda" else found
 
     worker_pool.serve(handle)
 
@@ -114,7 +107,7 @@ class Worker(worker_pool.Worker):
         super().__init__(command, {}, args.out / f"worker-{number}.log", args.timeout)
         self.variant = ""
 
-    def run_case(self, case: Case) -> worker_pool.Result:
+    def run(self, case: Case) -> worker_pool.Result:
         from relaunch_programs import by_name  # pyrefly: ignore[missing-import]
 
         program = by_name(case.program)
@@ -124,7 +117,7 @@ class Worker(worker_pool.Worker):
         if self.process is None:
             self.variant = case.variant
             self.environment = environment(case.variant) | (program.env if alone else {})
-        result = self.run(case)
+        result = super().run(case)
         return self.ended(result) if alone else result
 
     def ended(self, result: worker_pool.Result) -> worker_pool.Result:
@@ -166,34 +159,32 @@ def choose(only: Sequence[str], variants: Sequence[str]) -> tuple[list[Case], li
     return several, single
 
 
-def needs(results: Sequence[worker_pool.Result]) -> list[str]:
-    """A line for each program that ran with the policy alone and needs more for its graphs."""
+def notes(results: Sequence[worker_pool.Result]) -> list[str]:
+    """A line for each case that was skipped, and for each program that ran with the policy alone and needs more for its
+    graphs."""
     from relaunch_programs._needs import NEEDS  # pyrefly: ignore[missing-import]
 
+    found = [worker_pool.failure(r) for r in results if r.status == "skipped"]
     ran = sorted({r.case.program for r in results if r.case.column == "policy"} & NEEDS.keys())
-    return [f"policy alone: {name} needs the seam {NEEDS[name].seam} for its graphs: {NEEDS[name].why}" for name in ran]
+    found += [f"policy alone: {n} needs the seam {NEEDS[n].seam} for its graphs: {NEEDS[n].why}" for n in ran]
+    return found
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [name for name in text.split(",") if name]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the details")
     parser.add_argument("--jobs", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)), help="worker processes")
-    parser.add_argument("--only", type=names, default=[], help="patterns of program names, or groups; by commas")
-    parser.add_argument("--variants", type=names, default=["relaunch"], help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--verify", action="store_true", help="the variant verify, too")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=[], help="patterns of program names, or groups; by commas"
+    )
+    parser.add_argument(
+        "--variants", type=records.names(VARIANTS), default=["relaunch"], help=f"of {', '.join(VARIANTS)}"
+    )
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds for one case")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no case is started")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the programs' own checks")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if unknown := set(args.variants) - set(VARIANTS):
-        parser.error(f"no such variant: {', '.join(sorted(unknown))}")
-    if args.verify and "verify" not in args.variants:
-        args.variants.append("verify")
-    return args
+    return parser.parse_args(argv)
 
 
 def main() -> int:
@@ -211,26 +202,8 @@ def main() -> int:
     if not several and not single:
         print(f"relaunch_check: no program is named {', '.join(args.only)}")
         return 2
-    start = time.monotonic()
-    lines = args.out / "results.jsonl"
-    lines.write_text(json.dumps(worker_pool.describe()) + "\n")
-    results: list[worker_pool.Result] = []
-    for cases, jobs in ((several, args.jobs), (single, 1)):
-        results += worker_pool.run_all(
-            cases,
-            lambda number: Worker(number, args),
-            jobs,
-            max(30.0, args.limit - (time.monotonic() - start)),
-            lambda result: worker_pool.write_result(lines, result),
-            Worker.run_case,  # pyrefly: ignore[bad-argument-type]
-        )
-    whole, short = worker_pool.table(results)
-    reasons = [f"skipped {r.case.row} {r.case.column}: {r.reason}" for r in results if r.status == "skipped"]
-    reasons += needs(results)
-    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: {worker_pool.counted(results)}"
-    (args.out / "summary.txt").write_text("\n".join([whole, short, *reasons, last]) + "\n")
-    print("\n".join(["", *reasons, short, last]))
-    return 0 if all(r.good for r in results) else 1
+    parts = (several, args.jobs), (single, 1)
+    return worker_pool.run_and_report(args.out, parts, lambda n: Worker(n, args), args.limit, notes)
 
 
 if __name__ == "__main__":

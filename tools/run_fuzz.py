@@ -5,8 +5,8 @@
     tools/fuzz -n 1000 --seeds 5 --jobs 15           on the GPU, against eager, under five draws of delays each
     tools/fuzz --planner -n 10000                    the planner alone, on random schedules
 
-Program N of seed S is the same program everywhere. Each is compiled once for each of --modes (default, reduce-overhead,
-and on a GPU trees, which is PyTorch's own CUDA graphs). A failure is shrunk, and written as a test to --out/failures,
+Program N of seed S is the same program everywhere. Each is compiled in the default mode, under reduce-overhead, and
+on a GPU once more with PyTorch's own CUDA graphs. A failure is shrunk, and written as a test to --out/failures,
 beside the code that was generated for it. Results go to --out/results.jsonl; run again with the same --out, a run goes
 on where it was stopped. The exit status is 1 if a program failed.
 """
@@ -24,12 +24,11 @@ from typing import Any
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "test", "tools", "tools/bench")]
+
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import worker_pool  # noqa: E402
-
-
-MODES = {True: "default,reduce-overhead,trees", False: "default,reduce-overhead"}  # on a GPU, compiled only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,8 @@ def work(args: argparse.Namespace) -> None:
     from stream_programs.drawn.steps import random_spec  # pyrefly: ignore[missing-import]
     from stream_programs.drawn.writer import write  # pyrefly: ignore[missing-import]
 
-    on_gpu, modes = not args.compile_only, args.modes.split(",")
+    on_gpu = not args.compile_only
+    modes = ["default", "reduce-overhead", *["trees"] * on_gpu]
     warnings.filterwarnings("ignore")
 
     def handle(fields: dict[str, Any]) -> tuple[str, str]:
@@ -90,48 +90,10 @@ def settled(status: str, reason: str, on_gpu: bool) -> tuple[str, str]:
 
 def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
     environment = {**worker_pool.environment(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--modes", args.modes]
+    command = [sys.executable, __file__, "--worker", "--out", str(args.out)]
     command += ["--seeds", str(args.seeds), "--shrink", str(args.shrink)]
     command += ["--compile-only"] * args.compile_only + ["--wide"] * args.wide
     return worker_pool.Worker(command, environment, args.out / f"worker-{number}.log", args.timeout + args.shrink)
-
-
-class Progress:
-    """A bar on a terminal, if rich is there; elsewhere a line for every twentieth of the way."""
-
-    def __init__(self, total: int, what: str) -> None:
-        self.total, self.done, self.failed, self.what, self.start = total, 0, 0, what, time.monotonic()
-        self.bar: Any = None
-        if sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import (
-                    BarColumn,
-                    MofNCompleteColumn,
-                    Progress as Bar,
-                    TextColumn,
-                    TimeRemainingColumn,
-                )
-            except ImportError:
-                return
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Bar(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task(what, total=total)
-            self.bar.start()
-
-    def step(self, good: bool) -> None:
-        self.done += 1
-        self.failed += not good
-        text = f"{self.what}, {self.failed} failed" if self.failed else self.what
-        if self.bar is not None:
-            self.bar.update(self.task, advance=1, description=text)
-        elif self.done * 20 // self.total != (self.done - 1) * 20 // self.total:
-            spent = time.monotonic() - self.start
-            print(f"{self.done}/{self.total}  {spent:.0f} s  {text}", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 def done_before(lines: Path, head: dict[str, Any]) -> dict[tuple[int, int], worker_pool.Result]:
@@ -158,7 +120,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--wide", action="store_true", help="more operators; their values aren't exact: compile only")
     parser.add_argument("--planner", action="store_true", help="schedules for the planner in the place of programs")
     parser.add_argument("--seeds", type=int, default=5, help="draws of delays for each compiled program, on a GPU (5)")
-    parser.add_argument("--modes", help="of default, reduce-overhead and, on a GPU, trees (all)")
     parser.add_argument("--out", type=Path, help="folder for results and failures (build/fuzz/...)")
     parser.add_argument("--jobs", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)), help="processes")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no program is started")
@@ -166,10 +127,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for shrinking a failure (60)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.modes = args.modes or MODES[not args.compile_only]
-    unknown = set(args.modes.split(",")) - set(MODES[not args.compile_only].split(","))
-    if unknown:
-        parser.error(f"--modes: {', '.join(sorted(unknown))} is none of {MODES[not args.compile_only]}")
     if args.wide and not args.compile_only:
         parser.error("--wide goes with --compile-only: the results of its operators can't be compared exactly")
     kind = ("wide" if args.wide else "compiled") if args.compile_only else "gpu"
@@ -194,28 +151,19 @@ def main() -> int:
             print("fuzz: no GPU here; with --compile-only programs are checked on a simulated one")
             return 2
     lines = args.out / "results.jsonl"
-    head = {"modes": args.modes, "seeds": args.seeds, "compile_only": args.compile_only, "wide": args.wide}
+    head = {"seeds": args.seeds, "compile_only": args.compile_only, "wide": args.wide}
     before = done_before(lines, head)
     if not lines.exists():
-        lines.write_text(json.dumps({**worker_pool.describe(), **head}) + "\n")
+        lines.write_text(json.dumps({**streams.describe(), **head}) + "\n")
     wanted = [Case(args.seed, number) for number in range(args.first, args.first + args.n)]
     earlier = [before[c.seed, c.number] for c in wanted if (c.seed, c.number) in before]
     cases = [c for c in wanted if (c.seed, c.number) not in before]
-    start, progress = time.monotonic(), Progress(max(1, len(cases)), "programs")
-
-    def seen(result: worker_pool.Result) -> None:
-        worker_pool.write_result(lines, result)
-        progress.step(result.good)
-
-    results = worker_pool.run_all(
-        cases, lambda number: make_worker(number, args), args.jobs, args.limit, seen, quiet=True
-    )
-    progress.stop()
-    results = earlier + results
+    start = time.monotonic()
+    results = earlier + worker_pool.run_all(cases, lambda n: make_worker(n, args), args.jobs, args.limit, lines)
     run = [r for r in results if r.status != "skipped"]
     bad = [r for r in run if not r.good]
     for r in sorted(bad, key=lambda r: r.case.number):
-        print(f"{r.status} program {r.case.number}: {' '.join(r.reason.split())[:200]}")
+        print(worker_pool.failure(r))
     spent = time.monotonic() - start
     again = f", {len(earlier)} of them in an earlier run" if earlier else ""
     print(f"{len(run)} of {len(wanted)} programs{again}, {spent:.0f} s: {len(run) - len(bad)} ok, {len(bad)} failed")

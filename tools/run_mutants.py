@@ -14,35 +14,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import warnings
 from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "test" / folder) for folder in ("", "analysis", "inductor")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("test", "test/analysis", "test/inductor", "tools")]
 
 import corpus  # noqa: E402
 import mutants  # noqa: E402
 import plan_contract  # noqa: E402
 
 import form  # noqa: E402, F401
+import worker_pool  # noqa: E402
 from stream_programs import by_name  # noqa: E402
-
-
-class Progress:
-    """One line on a terminal; elsewhere a line for every tenth of the way."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.monotonic()
-
-    def step(self, text: str) -> None:
-        self.done += 1
-        line = f"{self.done}/{self.total}  {time.monotonic() - self.start:.0f} s  {text}"
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{line[:100]}", end="" if self.done < self.total else "\n", file=sys.stderr, flush=True)
-        elif self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
-            print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -57,10 +42,10 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     small, compiled, failed = mutants.Tally(), mutants.Tally(), []
     waits = 0
-    progress = Progress(len(cases) + options.small)
+    progress = worker_pool.Progress(len(cases) + options.small, "programs")
     for seed in range(options.seed, options.seed + options.small):
         mutants.count_small(seed, small)
-        progress.step("small programs")
+        progress.step()
     for name, mode in cases:
         try:
             with plan_contract.requests() as requests:
@@ -73,7 +58,7 @@ def main() -> int:
             count, wrong = plan_contract.mistakes(requests)
             waits += count
             failed += [f"{name}, {mode}: a plan: {what}" for what in wrong]
-        progress.step(name)
+        progress.step()
     mistakes = [*small.mistakes, *compiled.mistakes]
     print(f"Small programs, against every order: {small.decided} mutants\n{small.table()}\n")
     print(f"Compiled programs, by construction: {compiled.decided} mutants\n{compiled.table()}\n")

@@ -13,6 +13,7 @@ says and nowhere else, and every context line must match.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import json
@@ -32,7 +33,6 @@ MODULES = "torch_overlay to torch/_overlay"  # stands for a patch in messages
 ENGINE = ("__main__.py", "seams.py", "seam_table.py", "errors.py", "base.json", "_engine")
 ENGINE += ("_cli/demo.py", "_cli/status.py")
 SUMS = "SHA256SUMS"
-CONTEXT = 3
 RESTORE = "restore it from version control, or write it with tools/fingerprint.py --write"
 AUTHOR = "torch_overlay <torch-overlay@users.noreply.github.com>"
 DATE = "Thu, 1 Jan 2026 00:00:00 +0000"  # the same at each export
@@ -314,26 +314,9 @@ def new_file_diff(change: FileChange) -> str:
     return f"{head}--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n" + "".join(f"{n}\n" for n in lines)
 
 
-def insertion_diff(path: str, content: str, inserted: Mapping[int, Sequence[str]]) -> str:
-    """The diff that inserts lines into a file; `inserted` maps a line number, from 0, to the lines put before it."""
-    lines = content.split("\n")
-    if lines.pop() != "":
+def edit_diff(path: str, before: str, after: str) -> str:
+    """Return the diff of a file that exists. Raises SeriesError if its last line doesn't end."""
+    if not before.endswith("\n"):
         raise SeriesError(f"{path}: does not end with a line break")
-    groups: list[list[int]] = []
-    for position in sorted(inserted):
-        if groups and position - groups[-1][-1] <= 2 * CONTEXT:
-            groups[-1].append(position)
-        else:
-            groups.append([position])
-    text = f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n"
-    shift = 0
-    for group in groups:
-        start, end = max(0, group[0] - CONTEXT), min(len(lines), group[-1] + CONTEXT)
-        added = sum(len(inserted[position]) for position in group)
-        text += f"@@ -{start + 1},{end - start} +{start + 1 + shift},{end - start + added} @@\n"
-        for position in range(start, end + 1):
-            text += "".join(f"+{line}\n" for line in inserted.get(position, ()) if position in group)
-            if position < end:
-                text += f" {lines[position]}\n"
-        shift += added
-    return text
+    old, new = ([f"{line}\n" for line in text.split("\n")[:-1]] for text in (before, after))
+    return f"diff --git a/{path} b/{path}\n" + "".join(difflib.unified_diff(old, new, f"a/{path}", f"b/{path}"))

@@ -1,31 +1,38 @@
 """Cases in parallel processes: one that crashes or hangs costs its own case and no more.
 
-Shared by the GPU checks. The parent (`run_all`) keeps a few worker processes and hands each one case after the other,
-a JSON line on its stdin; the worker (`serve`) answers each with a JSON line. A worker that doesn't answer in time is
-killed, one that dies is replaced, and one that has lost its CUDA context ends by itself. A case is any frozen dataclass
-of plain values with the properties `row` and `column`, its place in the table.
+Shared by the GPU checks and the fuzzer. The parent (`run_all`) keeps a few worker processes and hands each one case
+after the other, a JSON line on its stdin; the worker (`serve`) answers each with a JSON line. A worker that doesn't
+answer in time is killed, one that dies is replaced, and one that has lost its CUDA context ends by itself. A case is
+any frozen dataclass of plain values with the properties `row` and `column`, its place in the table.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
 import queue
 import selectors
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
-from typing import Any, IO, TYPE_CHECKING
+from typing import Any, IO, Protocol, TYPE_CHECKING
+
+
+sys.path.append(str(Path(__file__).resolve().parent / "bench"))
+
+import streams  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-ROOT = Path(__file__).resolve().parent.parent
 GOOD = ("ok", "skipped")
 START = 90.0  # seconds that a fresh worker may need to import torch and start CUDA, beside all others
 
@@ -56,6 +63,18 @@ def serve(handle: Callable[[dict[str, Any]], tuple[str, str]]) -> None:
             print(json.dumps([status, reason, time.monotonic() - start]), file=reply, flush=True)
             if status == "CRASHED":
                 return
+
+
+def attempt(check: Callable[[], object], mismatch: type[Exception]) -> tuple[str, str]:
+    """A case's outcome: FAILED where the check raises `mismatch`, ERROR where it raises anything else."""
+    try:
+        check()
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, mismatch):
+            return "FAILED", str(error)
+        return "ERROR", f"{type(error).__name__}: {error}".strip()
+    return "ok", ""
 
 
 def settle(status: str, reason: str) -> tuple[str, str]:
@@ -156,17 +175,43 @@ class Worker:
             return stream.readline() if selector.select(timeout) else None
 
 
+class Runner(Protocol):
+    """A `Worker`, or an object like one."""
+
+    def run(self, case: Any) -> Result: ...
+
+    def close(self) -> None: ...
+
+
+class Progress:
+    """A line that is written over on a terminal; elsewhere a line for every twentieth of the way."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.what, self.done, self.failed, self.start = total, what, 0, 0, time.monotonic()
+
+    def step(self, failure: str = "") -> None:
+        """One more is done. A failure has a line of its own, which stays."""
+        self.done += 1
+        self.failed += bool(failure)
+        spent = time.monotonic() - self.start
+        line = f"{self.done}/{self.total} {self.what}, {spent:.0f} s, {self.failed} failed"
+        if sys.stderr.isatty():
+            left = f", about {spent / self.done * (self.total - self.done):.0f} s left"
+            text = f"{line}{left}"[: shutil.get_terminal_size().columns - 1]
+            over = "\x1b[A\x1b[K" if self.done > 1 else ""
+            print(over + "\n".join(filter(None, (failure, text))), file=sys.stderr, flush=True)
+            return
+        is_twentieth = self.done * 20 // self.total != (self.done - 1) * 20 // self.total
+        for text in filter(None, (failure, line if is_twentieth else "")):
+            print(text, file=sys.stderr, flush=True)
+
+
 def run_all(
-    cases: Sequence[Any],
-    worker: Callable[[int], Worker],
-    jobs: int,
-    limit: float,
-    seen: Callable[[Result], None] = lambda result: None,
-    run: Callable[[Worker, Any], Result] = Worker.run,
-    quiet: bool = False,
+    cases: Sequence[Any], worker: Callable[[int], Runner], jobs: int, limit: float, lines: Path | None = None
 ) -> list[Result]:
-    """Every case, `jobs` at a time; after `limit` seconds no case is started. `seen` is called with each result, and
-    prints what it likes where this is `quiet`. Raises ValueError if there is nobody to run them.
+    """Every case, `jobs` at a time; after `limit` seconds no case is started. Each result is added to the file `lines`.
+
+    Raises ValueError if there is nobody to run them.
     """
     if jobs < 1:
         raise ValueError(f"{len(cases)} cases for {jobs} processes: --jobs is at least 1")
@@ -174,7 +219,7 @@ def run_all(
     for case in cases:
         todo.put(case)
     results: list[Result] = []
-    lock = threading.Lock()
+    lock, progress = threading.Lock(), Progress(len(cases), "cases")
     deadline = time.monotonic() + limit
 
     def loop(number: int) -> None:
@@ -185,16 +230,12 @@ def run_all(
                     case = todo.get_nowait()
                 except queue.Empty:
                     return
-                result = run(mine, case)
+                result = mine.run(case)
                 with lock:
                     results.append(result)
-                    seen(result)
-                    if quiet:
-                        continue
-                    if not result.good:
-                        print(f"{result.status} {case.row} {case.column}: {result.reason[:200]}", flush=True)
-                    elif len(results) % 50 == 0:
-                        print(f"{len(results)} of {len(cases)} cases", flush=True)
+                    if lines is not None:
+                        write_result(lines, result)
+                    progress.step("" if result.good else failure(result))
         finally:
             mine.close()
 
@@ -207,26 +248,32 @@ def run_all(
     return results + [Result(c, "skipped", "out of time") for c in cases if c not in done]
 
 
+def run_and_report(
+    out: Path,
+    parts: Iterable[tuple[Sequence[Any], int]],
+    worker: Callable[[int], Runner],
+    limit: float,
+    notes: Callable[[Sequence[Result]], list[str]] = lambda results: [],
+) -> int:
+    """Run parts of the cases one after another, each with its number of processes. Results go to the folder `out`, the
+    table of failures and the notes on them to stdout. Returns the exit status."""
+    start, results = time.monotonic(), list[Result]()
+    lines = out / "results.jsonl"
+    lines.write_text(json.dumps(streams.describe()) + "\n")
+    for cases, jobs in parts:
+        least = 30.0 if results else 0.0  # seconds for a further part
+        results += run_all(cases, worker, jobs, max(least, limit - (time.monotonic() - start)), lines)
+    whole, short = table(results)
+    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: {counted(results)}"
+    found = [*notes(results), short, last]
+    (out / "summary.txt").write_text("\n".join([whole, *found]) + "\n")
+    print("\n".join(["", *found]))
+    return 0 if all(r.good for r in results) else 1
+
+
 def write_result(file: Path, result: Result) -> None:
     with open(file, "a") as stream:
         print(json.dumps(dataclasses.asdict(result)), file=stream)
-
-
-def describe() -> dict[str, Any]:
-    import torch
-
-    def ask(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        except OSError:
-            return "unknown"
-
-    return {
-        "torch": torch.__version__,
-        "gpu": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "commit": ask("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "command": sys.argv,
-    }
 
 
 def table(results: Sequence[Result]) -> tuple[str, str]:
@@ -235,24 +282,20 @@ def table(results: Sequence[Result]) -> tuple[str, str]:
     rows: dict[str, dict[str, str]] = {}
     for r in results:
         rows.setdefault(r.case.row, {})[r.case.column] = r.status
-    width = max(map(len, rows), default=0)
-    widths = [max(len(c), 7) for c in columns]
-    head = " ".join(["program".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths))]).rstrip()
-
-    def line(name: str) -> str:
-        return " ".join(
-            [name.ljust(width), *(rows[name].get(c, "").ljust(w) for c, w in zip(columns, widths))]
-        ).rstrip()
-
     bad = [r for r in results if not r.good]
-    whole = "\n".join([head, *map(line, sorted(rows))])
-    short = [head, *map(line, sorted({r.case.row for r in bad}))] if bad else []
-    short += [f"{r.status} {r.case.row} {r.case.column}: {' '.join(r.reason.split())[:160]}" for r in bad]
-    return whole, "\n".join(short)
+
+    def lines(shown: Iterable[str]) -> list[str]:
+        cells = [[row, *(rows[row].get(column, "") for column in columns)] for row in sorted(shown)]
+        return streams.aligned([["program", *columns], *cells])
+
+    short = lines({r.case.row for r in bad}) if bad else []
+    return "\n".join(lines(rows)), "\n".join([*short, *map(failure, bad)])
+
+
+def failure(result: Result) -> str:
+    return f"{result.status} {result.case.row} {result.case.column}: {' '.join(result.reason.split())[:200]}"
 
 
 def counted(results: Iterable[Result]) -> str:
-    counts: dict[str, int] = {}
-    for r in results:
-        counts[r.status] = counts.get(r.status, 0) + 1
+    counts = collections.Counter(r.status for r in results)
     return ", ".join(f"{n} {s}" for s, n in sorted(counts.items()))

@@ -135,12 +135,14 @@ def make_small(folder: Path) -> None:
         path = folder / "torch_overlay" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
+    first = files["torch/a.py"]
     patches = {
         "one.patch": "Subject: one\n---\n\n"
-        + series.insertion_diff("torch/a.py", files["torch/a.py"], {3: ["# “first”"], 18: ["# second"]}),
+        + series.edit_diff("torch/a.py", first, first.replace("a3", "# “first”\na3").replace("a18", "# second\na18")),
         "two.patch": "Subject: two\n---\n\n"
         + "".join(
-            series.insertion_diff(f"torch/sub/{n}.py", files[f"torch/sub/{n}.py"], {0: ["x"]}) for n in ("b", "linked")
+            series.edit_diff(name, files[name], "x\n" + files[name])
+            for name in ("torch/sub/b.py", "torch/sub/linked.py")
         ),
     }
     patches["series"] = "one.patch\ntwo.patch\n"

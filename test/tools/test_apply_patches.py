@@ -489,26 +489,28 @@ class TestUnifiedDiff(unittest.TestCase):
 
     OLD = "".join(f"line {i}\n" for i in range(30))
 
-    def change(self, inserted: dict[int, list[str]]) -> series.FileChange:
-        (change,) = series.parse_patch("p", "Subject: x\n\n" + self.diff(inserted)).changes
-        return change
+    NEW = OLD.replace("line 15", "new\nline 15")
 
-    def diff(self, inserted: dict[int, list[str]]) -> str:
-        return series.insertion_diff("torch/a.py", self.OLD, inserted)
+    def diff(self, new: str) -> str:
+        return series.edit_diff("torch/a.py", self.OLD, new)
+
+    def change(self, new: str) -> series.FileChange:
+        (change,) = series.parse_patch("p", "Subject: x\n\n" + self.diff(new)).changes
+        return change
 
     def test_insertions_anywhere(self) -> None:
         for positions in ([0], [1], [15], [29], [30], [0, 30], [3, 5, 12, 20], [3, 10], [3, 9]):
-            inserted = {position: [f"new {position}", "second"] for position in positions}
             with self.subTest(positions=positions):
                 lines = self.OLD.split("\n")
                 for position in sorted(positions, reverse=True):
-                    lines[position:position] = inserted[position]
-                change = self.change(inserted)
-                self.assertEqual(series.apply_change(change, self.OLD), "\n".join(lines))
-                self.assertEqual(series.apply_change(change, "\n".join(lines), reverse=True), self.OLD)
+                    lines[position:position] = [f"new {position}", "second"]
+                new = "\n".join(lines)
+                change = self.change(new)
+                self.assertEqual(series.apply_change(change, self.OLD), new)
+                self.assertEqual(series.apply_change(change, new, reverse=True), self.OLD)
 
     def test_no_offset_and_no_fuzz(self) -> None:
-        change = self.change({15: ["new"]})
+        change = self.change(self.NEW)
         for text in ("shifted\n" + self.OLD, self.OLD.replace("line 13\n", "line 13 \n"), self.OLD[:40]):
             with self.subTest(text[:8]), self.assertRaisesRegex(series.SeriesError, "torch/a.py"):
                 series.apply_change(change, text)
@@ -529,7 +531,7 @@ class TestUnifiedDiff(unittest.TestCase):
             series.new_file("torch/b.py", "text")
 
     def test_a_truncated_or_foreign_patch_is_refused(self) -> None:
-        whole = self.diff({15: ["new"]})
+        whole = self.diff(self.NEW)
         hunk = whole.index("@@")
         for broken in (
             whole[: whole.index("+new")],

@@ -37,17 +37,10 @@ lower = wrapped(lower)
 """
 
 
-class Files:
+def files(**texts: str) -> drift.Tree:
     """A tree of texts."""
-
-    def __init__(self, **texts: str) -> None:
-        self.texts = {f"torch/_inductor/{name}.py": text for name, text in texts.items()}
-
-    def read(self, path: str) -> str | None:
-        return self.texts.get(path)
-
-    def files(self) -> list[str]:
-        return list(self.texts)
+    found = {f"torch/_inductor/{name}.py": text for name, text in texts.items()}
+    return drift.Tree(lambda: found, lambda path: found[path].encode())
 
 
 def seam(qualname: str, kind: str = "wrap", module: str = "scheduler") -> Seam:
@@ -58,7 +51,7 @@ def seam(qualname: str, kind: str = "wrap", module: str = "scheduler") -> Seam:
 @form.overlay_only
 class TestSeams(TestCase):
     def report(self, qualname: str, **texts: str) -> drift.SeamReport:
-        return drift.Seams(Files(scheduler=OLD), Files(**texts)).report(seam(qualname))
+        return drift.Seams(files(scheduler=OLD), files(**texts)).report(seam(qualname))
 
     def test_unchanged(self):
         found = self.report("Scheduler.fuse", scheduler="# more\n\n" + OLD.replace("return 1", "return 2"))
@@ -90,7 +83,7 @@ class TestSeams(TestCase):
         self.assertIn("torch/_inductor/scheduler.py has no Scheduler.fuse; names like it: Scheduler.fused", found.said)
 
     def test_registration_needs_the_module(self):
-        compare = drift.Seams(Files(scheduler=OLD), Files(scheduler="anything"))
+        compare = drift.Seams(files(scheduler=OLD), files(scheduler="anything"))
         self.assertEqual(compare.report(seam("", "register")).state, "unchanged")
         self.assertEqual(compare.report(seam("", "register", "planner")).state, "gone")
 

@@ -254,11 +254,13 @@ class TestBenchmarks(GateTestCase):
     def test_streams(self) -> None:
         def run(factor: float, name: str) -> dict[str, Figures]:
             (row,) = (r for r in streams.ROWS if r.name == name)
-            ours, stock = streams.Side(), streams.Side()
+            answers = streams.Answers(name)
             for i in range(6):
-                ours.results.append({"one": 1000 + i, "two": factor * (1050 + i), "seconds": factor * (10 + i / 100)})
-                stock.results.append({"one": 1000 + i, "two": 2000 + i, "seconds": 10 + i / 100})
-            return {name: streams.figures(row, ours, stock)}
+                ours = {"one": 1000 + i, "two": factor * (1050 + i), "seconds": factor * (10 + i / 100)}
+                stock = {"one": 1000 + i, "two": 2000 + i, "seconds": 10 + i / 100}
+                for side, result in (("overlay", ours), ("stock", stock)):
+                    answers.add({"side": side, "result": result})
+            return {name: streams.figures(row, answers)}
 
         for name, what in (("two chains", "two 2 ms chains"), ("compile time", "compile time of GPT-2")):
             self.accept(run(1.0, name))

@@ -1,17 +1,18 @@
 """The benchmark of offload: its table of what there is, and who measures when."""
 
-import argparse
-import contextlib
-import io
-import queue
+import json
+import os
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import offload  # pyrefly: ignore[missing-import]
+import processes  # pyrefly: ignore[missing-import]
 from torch._inductor.test_case import TestCase
 
-import form  # noqa: F401
+import form
 from printed import printed
 
 
@@ -20,14 +21,12 @@ ON = {"ms": 104.0, "peak GiB": 5.9, "reserved GiB": 6.0, "refused": [], "host Gi
 ON |= {"hidden": 0.99, "plan": "7 saved tensors"}
 
 
-def child(side: str, order: int = 0, **found: Any) -> Any:
-    made = offload.Child("llama", "default", side, order, io.StringIO("the reason"))
-    made.found |= found
-    return made
+def child(side: str, **found: Any) -> Any:
+    return offload.Child("llama", "default", side, found=found)
 
 
 def said(results: list[dict[str, Any]]) -> tuple[bool, str]:
-    return printed(offload.table, results, 0.4)[:2]
+    return printed(offload.table, results)[:2]
 
 
 class TestTable(TestCase):
@@ -42,10 +41,10 @@ class TestTable(TestCase):
             self.assertFalse(passed, changed)
 
     def test_row_that_did_not_get_far_shows_what_it_has(self) -> None:
-        passed, text = said([offload.merged(child("off", **OFF), child("on"))])
+        passed, text = said([offload.merged(child("off", **OFF), child("on", error="no answer in time"))])
         self.assertFalse(passed)
         self.assertRegex(text, r"llama  default  100.0")
-        self.assertIn("not ready in time", text)
+        self.assertIn("on: no answer in time", text)
 
     def test_out_of_memory(self) -> None:
         off = {"limit GiB": 8.5, "expected": [3.0, 2.0, 1.0], "under the limit": "OutOfMemoryError"}
@@ -57,44 +56,77 @@ class TestTable(TestCase):
         self.assertFalse(said([row])[0])
 
 
+OOM = {"limit GiB": 8.5, "expected": [1.0], "under the limit": [1.0]}
+
+
+class FakeProcess:
+    """Answers as a process of the row and side would: the second row's side without offload fails."""
+
+    log: list[tuple[Any, ...]] = []
+
+    def __init__(self, row: str, side: str, environment: dict[str, str], script: str) -> None:
+        self.name = row.partition("/")[0], side
+        self.asked: list[str] = []
+        self.log.append((*self.name, "begin", json.loads(environment[offload.OPTIONS])["peak"]))
+
+    def tell(self, word: str) -> None:
+        self.asked.append(word)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        self.log.append((*self.name, word := self.asked.pop(0)))
+        if word == "measure" and self.name == ("gpt2", "off"):
+            return {"error": "OutOfMemoryError: no memory"}
+        return {"measure": OFF if self.name[1] == "off" else ON, "oom": {"oom": OOM}}.get(word, {})
+
+    def stop(self) -> None:
+        self.log.append((*self.name, "stop"))
+
+
 class TestTurns(TestCase):
-    def test_one_measures_at_a_time_the_first_row_first_and_a_side_that_needs_a_peak_begins_when_it_is_known(
-        self,
-    ) -> None:
-        children = [child("off", 0), child("on", 0), child("off", 1), child("on", 1)]
-        begun: list[Any] = []
-        events: queue.Queue[Any] = queue.Queue()
-        went: list[Any] = []
+    def run_all(self, *arguments: str) -> tuple[list[tuple[Any, ...]], int, str]:
+        log: list[tuple[Any, ...]] = []
+        with (
+            mock.patch.object(offload.processes, "Process", FakeProcess),
+            mock.patch.object(FakeProcess, "log", log),
+            mock.patch.object(offload.streams, "describe", dict),
+            mock.patch.object(sys, "argv", ["offload.py", "--modes", "default", *arguments]),
+        ):
+            status, out, _ = printed(offload.main)
+        return log, status, out
 
-        def begin(self: Any, options: Any, peak: float | None, events: Any) -> None:
-            begun.append((self.order, self.side, peak))
-            self.process = mock.Mock(returncode=0)
-            events.put((self, {"ready": 0}))
+    def test_one_measures_at_a_time_and_a_side_that_needs_a_peak_begins_when_it_is_known(self) -> None:
+        log, status, out = self.run_all()
+        of_llama = [("llama", side, word) for side in ("off", "on") for word in ("compile", "measure")]
+        expected = [("llama", "off", "begin", None), ("gpt2", "off", "begin", None)]
+        expected += [*of_llama[:2], ("llama", "on", "begin", 10.0), ("gpt2", "off", "compile")]
+        expected += [("gpt2", "off", "measure"), *of_llama[2:]]
+        expected += [("llama", side, word) for word in ("measure", "oom") for side in ("off", "on")]
+        self.assertEqual(log[: len(expected)], expected)
+        self.assertEqual(
+            log[len(expected) :], [(*name, "stop") for name in [("llama", "off"), ("llama", "on"), ("gpt2", "off")]]
+        )
+        self.assertEqual(status, 1)
+        self.assertIn("gpt2 default: off: OutOfMemoryError: no memory", out)
 
-        def go(self: Any) -> None:
-            went.append((self.order, self.side, self.ready))
-            phase, self.ready = self.ready, None
-            events.put((self, {"peak GiB": 10.0 + self.order}))
-            events.put((self, {"done": phase}))
-            events.put((self, {"ready": 100} if not phase and self.side == "off" else None))
+    def test_sides_whose_peak_is_known_begin_together_and_alternate(self) -> None:
+        log, status, _ = self.run_all("--rows", "llama", "--peaks", "llama=12.5", "--oom", "")
+        begun = [("llama", "off", "begin", 12.5), ("llama", "on", "begin", 12.5)]
+        first = [("llama", side, word) for side in ("off", "on") for word in ("compile", "measure")]
+        rest = [("llama", side, word) for word in ("measure", "stop") for side in ("off", "on")]
+        self.assertEqual((status, log), (0, begun + first + rest))
 
-        with mock.patch.multiple(offload.Child, begin=begin, go=go), contextlib.redirect_stdout(io.StringIO()):
-            for each in children[::2][::-1]:
-                each.begin(None, None, events)
-            offload._serve(children, events, argparse.Namespace(limit=20))
-        self.assertEqual(begun, [(1, "off", None), (0, "off", None), (1, "on", 11.0), (0, "on", 10.0)])
-        # The second row was ready alone; then the first one's turn; what comes last comes last.
-        self.assertEqual(went[0], (1, "off", 0))
-        self.assertEqual(went[1], (0, "off", 0))
-        self.assertEqual([w[2] for w in went], sorted(w[2] for w in went))
-        self.assertEqual(len(went), 6)
 
-    def test_time_limit(self) -> None:
-        self.assertIsNone(offload._serve([child("off")], queue.Queue(), argparse.Namespace(limit=0.01)))
-
+class TestProcess(TestCase):
     def test_error_of_a_process(self) -> None:
-        with tempfile.TemporaryFile("w+") as errors:
-            errors.write("Traceback: it broke")
-            failed = child("off")
-            failed.errors, failed.process = errors, mock.Mock(returncode=3)
-            self.assertEqual(failed.error(), "status 3: Traceback: it broke")
+        """An exception is its answer; of one that ends without an answer, the error says what it printed."""
+        script = "import sys; sys.path.insert(0, {!r}); import processes; processes.serve(lambda: {})"
+        with tempfile.TemporaryDirectory() as folder:
+            for make, expected in (
+                ("1 / 0", "ZeroDivisionError: division by zero"),
+                ("sys.exit(sys.stderr.write('it broke'))", "the process ended with status 8: it broke"),
+            ):
+                path = Path(folder, "script.py")
+                path.write_text(script.format(str(form.ROOT / "tools" / "bench"), make))
+                process = processes.Process("row", "side", dict(os.environ), str(path))
+                self.addCleanup(process.stop)
+                self.assertEqual(process.answer(60.0), {"error": expected})

@@ -69,10 +69,9 @@ class TestCheck(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             args.out = Path(folder)
             worker = relaunch_check.Worker(0, args)
-            with mock.patch.object(
-                worker, "run", side_effect=lambda case: relaunch_check.worker_pool.Result(case, "ok")
-            ):
-                worker.run_case(relaunch_check.Case("expandable_segments", "verify"))
+            pool = relaunch_check.worker_pool
+            with mock.patch.object(pool.Worker, "run", lambda worker, case: pool.Result(case, "ok")):
+                worker.run(relaunch_check.Case("expandable_segments", "verify"))
             worker.close()
         for name, value in by_name("expandable_segments").env.items():
             self.assertEqual(worker.environment[name], value)
@@ -95,7 +94,7 @@ class TestCheck(unittest.TestCase):
     def test_unknown_variant_is_refused(self) -> None:
         with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
             relaunch_check.parse(["--out", "x", "--variants", "relaunch,fast"])
-        self.assertIn("no such variant: fast", said.getvalue())
+        self.assertIn("no fast: choose from relaunch, verify, policy, trees, off", said.getvalue())
 
 
 class TestBench(unittest.TestCase):
@@ -178,20 +177,16 @@ class TestBench(unittest.TestCase):
 
     @form.slow
     @form.overlay_only
-    def test_a_process_that_fails_is_told(self) -> None:
-        answer = relaunch.Process("regions", "off").ask(200.0)
+    def test_a_process_waits_until_it_is_asked_and_tells_that_it_failed(self) -> None:
+        process = relaunch.start("regions", "off")
+        process.tell("ready")
+        self.assertEqual(process.answer(200.0), {})
+        answer = process.ask_and_stop("measure", 200.0)
         if "error" in answer:  # without a GPU
             self.assertRegex(answer["error"], "NVIDIA|CUDA")
+            self.assertEqual(process.answer(0.0), answer)
         else:
             self.assertGreater(answer["result"]["gpu us"], 0)
-
-    @form.slow
-    @form.overlay_only
-    def test_a_process_waits_until_it_is_asked(self) -> None:
-        process = relaunch.Process("regions", "off")
-        with self.assertRaises(subprocess.TimeoutExpired):
-            process.process.wait(15)
-        process.stop()
         self.assertIsNotNone(process.process.returncode)
 
     def test_layer_and_bare_launches_take_turns(self) -> None:

@@ -223,7 +223,7 @@ class TestArguments(unittest.TestCase):
             ("--sides", "none,graph"): "no graph: choose from none, relaunch, titan, trees",
             ("--layers", "4,x"): "'4,x' is not a list of positive numbers, like 4,8",
             ("--layers", "0"): "'0' is not a list of positive numbers",
-            ("--tp", "1,2"): "'1,2' is not one number",
+            ("--tp", "1,2"): "'1,2' is not a positive whole number",
             ("--limit", "0"): "'0' is not a positive, finite number of seconds",
             ("--limit", "inf"): "'inf' is not a positive, finite number of seconds",
             ("--limit", "nan"): "'nan' is not a positive, finite number of seconds",

@@ -114,8 +114,8 @@ class TestWorkerPool(unittest.TestCase):
             Result(Case("b", "x"), "ok"),
         ]
         whole, short = worker_pool.table(results)
-        self.assertEqual(whole.splitlines(), ["program x       y", "a ok      FAILED", "b ok"])
-        self.assertEqual(short.splitlines()[1:], ["a ok      FAILED", "FAILED a y: so so"])
+        self.assertEqual(whole.splitlines(), ["program  x   y", "a        ok  FAILED", "b        ok"])
+        self.assertEqual(short.splitlines()[1:], ["a        ok  FAILED", "FAILED a y: so so"])
         self.assertEqual(worker_pool.counted(results), "1 FAILED, 2 ok")
 
     def test_results_are_json_lines(self) -> None:

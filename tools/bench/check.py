@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Times `python -m torch_overlay check` beyond compilation, on GPT-2 small with a side stream. Needs no GPU.
 
-    python tools/bench/check.py [--layers 12] [--sequence 128]
+    python tools/bench/check.py
 
-GPT-2 small of transformers with random weights, batch 1; each block's attention output is scaled on a side stream. The
-program is compiled for a simulated GPU and run twice on the simulated device, and checked: forward alone, under
-mode="reduce-overhead", and with its backward. Printed are the seconds of compilation, the seconds of all else that the
-check does (eager run, simulated runs, analysis), and how many operations were simulated. The exit status is 1 if one of
-the checks takes longer than the limit, 10 s, or finds a race.
+GPT-2 small of transformers with random weights, batch 1, 128 tokens; each block's attention output is scaled on a side
+stream. The program is compiled for a simulated GPU and run twice on the simulated device, and checked: forward alone,
+under mode="reduce-overhead", and with its backward. Printed are the seconds of compilation, the seconds of all else
+that the check does (eager run, simulated runs, analysis), and how many operations were simulated. The exit status is 1
+if one of the checks takes longer than the limit, 10 s, or finds a race.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from typing import Any
 
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-
-import records  # noqa: E402  # pyrefly: ignore[missing-import]
+sys.path[:0] = [str(HERE.parents[1])]
 
 
 LIMIT = 10.0
@@ -35,12 +33,12 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(layers: int, sequence: int) -> tuple[Any, Any]:
+def make() -> tuple[Any, Any]:
     """The model as a function of token ids, and the ids; inside of `simulated_gpu()`."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False)).cuda()
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False)).cuda()
     side = torch.cuda.Stream()
 
     def beside(module: Any, args: Any, output: Any) -> Any:
@@ -53,10 +51,10 @@ def make(layers: int, sequence: int) -> tuple[Any, Any]:
 
     for block in model.transformer.h:
         block.attn.register_forward_hook(beside)  # type: ignore[union-attr]
-    return lambda ids: model(ids).logits, torch.zeros(1, sequence, dtype=torch.int64, device="cuda")
+    return lambda ids: model(ids).logits, torch.zeros(1, 128, dtype=torch.int64, device="cuda")
 
 
-def measure(layers: int, sequence: int, **options: Any) -> tuple[float, float, Any]:
+def measure(**options: Any) -> tuple[float, float, Any]:
     """Seconds of compilation, seconds of the rest, and the report.
 
     The first call of the compiled function compiles it. Without that it takes as long as a later one.
@@ -68,7 +66,7 @@ def measure(layers: int, sequence: int, **options: Any) -> tuple[float, float, A
 
     begins: list[float] = []
     with simulated_gpu():
-        function, ids = make(layers, sequence)
+        function, ids = make()
         compiled = torch.compile(function, mode=options.pop("mode", None))
 
         def step(ids: Any) -> Any:
@@ -84,16 +82,13 @@ def measure(layers: int, sequence: int, **options: Any) -> tuple[float, float, A
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=records.positive, default=12)
-    parser.add_argument("--sequence", type=records.positive, default=128)
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.filterwarnings("ignore")
-    print(f"GPT-2, {options.layers} layers, sequence {options.sequence}; {os.cpu_count()} cores")
+    print(f"{os.cpu_count()} cores")
     print(f"{'':34}{'compile, s':>12}{'check, s':>12}{'operations':>12}")
     good = True
     for name, arguments in ROWS.items():
-        compiling, checking, report = measure(options.layers, options.sequence, **arguments)
+        compiling, checking, report = measure(**arguments)
         count = sum(len(trace.operations) for trace in report.traces)
         print(f"{name:34}{compiling:12.1f}{checking:12.1f}{count:12}", flush=True)
         if not report.ok:

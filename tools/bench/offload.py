@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures activation offload: training steps with a budget that cuts peak memory by 40 %, against the same without.
 
-    python tools/bench/offload.py [--rows llama,gpt2] [--modes default,reduce-overhead] [--cut 0.4] [--out DIR]
+    python tools/bench/offload.py [--rows llama,gpt2] [--modes default,reduce-overhead] [--out DIR]
 
 GPT-2 medium and a Llama of 16 layers on one long sequence (`offload_models`), bfloat16, AdamW. Each row and mode has
 two processes, without offload and with it, with equal weights and inputs. All compile side by side, and measure one at
@@ -13,7 +13,7 @@ a time: a figure is the median of steps between two events of the device.
     hidden           what the plan expects of the copies' time to be hidden, in per cent
 
 The cut is of all that the process holds at its peak, parameters and optimizer included: with P the peak without
-offload and B what is held between steps, the compiled function gets a budget of (1 - cut) P - B, less 3 % of P for what
+offload and B what is held between steps, the compiled function gets a budget of 0.6 P - B, less 3 % of P for what
 the plan doesn't see (workspaces, rounding, the order in which Inductor adds up). P is measured first, and what needs it
 is compiled then; `--peaks llama=25.06,gpt2=38.20` (GiB, of an earlier run) lets both compile at once. The cut in the
 table is what this run has measured, in any case.
@@ -22,8 +22,8 @@ Rows that `--oom` names are at last tried with 85 % of P: without offload that m
 on, with the losses that there are without offload and without the limit.
 
 Results are printed as they come, and with --out kept in DIR/offload.jsonl; then the table of what there is. --jsonl
-FILE, with --turns 3, writes what tools/bench/gate.py compares. `--limit`
-ends what isn't ready after so many seconds. Rows and modes are measured in the order in which they are named.
+FILE, with --turns 3, writes what tools/bench/gate.py compares. `--limit` ends what isn't ready after so many seconds.
+Rows and modes are measured in the order in which they are named.
 """
 
 from __future__ import annotations
@@ -35,30 +35,25 @@ import gc
 import itertools
 import json
 import os
-import queue
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import processes  # noqa: E402  # pyrefly: ignore[missing-import]
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+OPTIONS = "OFFLOAD_OPTIONS"  # variable of the environment of a process: JSON of its options
 MOST_RATIO = 1.05
-UNSEEN = 0.03  # of the peak
+CUT, UNSEEN = 0.4, 0.03  # of the peak
 OOM_LIMIT = 0.85
 GIB = 2**30
 
@@ -142,83 +137,79 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def turn(phase: int) -> Iterator[None]:
-    """Waits until it is this process's turn. A process that measures kernels for its plan waits for the end, too."""
-    from torch_overlay._functorch.offload import profile_cache
+class _Served:
+    """A process of a row, a mode and a side. The device is its alone while it measures: a process that measures kernels
+    for its plan waits for that, too."""
 
-    print(json.dumps({"ready": phase}), flush=True)
-    sys.stdin.readline()
-    with profile_cache.locked(0, patience=1e9):
-        try:
-            yield
-        finally:
-            release()
-    print(json.dumps({"done": phase}), flush=True)
+    def __init__(self, row: str, side: str) -> None:
+        import offload_models  # pyrefly: ignore[missing-import]
+        import torch
 
+        import torch_overlay  # noqa: F401
+        from torch_overlay._functorch.offload import profile_cache
 
-def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what is found, part by part."""
-    import offload_models  # pyrefly: ignore[missing-import]
-    import torch
+        profile_cache.PATIENCE = 1e9
+        self.options = options = argparse.Namespace(**json.loads(os.environ[OPTIONS]))
+        self.row, _, self.mode = row.partition("/")
+        self.length = offload_models.LENGTHS[self.row]
+        model = offload_models.make(self.row, self.length, options.layers)
+        inputs = [torch.randint(0, model.vocabulary, (1, self.length), device="cuda") for _ in range(2)]
+        self.side = Side(model, inputs, self.mode, None)
+        self.side.start()
+        self.base, self.peak = torch.cuda.memory_allocated(), 0
+        self.times: list[float] = []
+        if side == "on":
+            budget = (1 - CUT - UNSEEN) * options.peak * GIB - self.base
+            self.side.option = {"budget_gb": max(0.0, budget) / 1e9}
 
-    from torch_overlay._functorch.offload import profile_cache, runtime
-    from torch_overlay._inductor.relaunch import causes
-
-    profile_cache.PATIENCE = 1e9
-    began = time.perf_counter()
-    length = options.length or offload_models.LENGTHS[row]
-    model = offload_models.make(row, length, options.layers)
-    inputs = [torch.randint(0, model.vocabulary, (1, length), device="cuda") for _ in range(2)]
-    side = Side(model, inputs, mode, None)
-    side.start()
-    base = torch.cuda.memory_allocated()
-    found: dict[str, Any] = {"length": length, "base GiB": base / GIB}
-    if side_name == "on":
-        budget = (1 - options.cut - UNSEEN) * options.peak * GIB - base
-        side.option = {"budget_gb": max(0.0, budget) / 1e9}
-        found |= {"budget GB": budget / 1e9}
-    compiling = time.perf_counter()
-    side.compile()
-    found |= {"start s": compiling - began, "compile s": time.perf_counter() - compiling}
-    if side_name == "on":
-        report = side.reports[-1] if side.reports else None
-        found |= {
+    def compile(self) -> dict[str, Any]:
+        begin = time.perf_counter()
+        self.side.compile()
+        found = {"length": self.length, "base GiB": self.base / GIB, "compile s": time.perf_counter() - begin}
+        if self.side.option is None:
+            return found
+        report = self.side.reports[-1] if self.side.reports else None
+        return found | {
+            "budget GB": self.side.option["budget_gb"],
             "tensors": len(report.rows) if report else 0,
             "again": len(report.choice.recomputed) if report else 0,
             "hidden": report.choice.hidden if report else 1.0,
             "plan": report.summary() if report else "nothing offloaded",
-            "planned GB": [report.choice.peak_before / 1e9, report.choice.peak / 1e9] if report else None,
-            "planned step ms": report.choice.step_us / 1e3 if report else None,
-            "planned exposed ms": report.choice.exposed_us / 1e3 if report else None,
         }
-    yield found
-    times: list[float] = []
-    peak = 0
-    for number in range(options.turns):
-        with turn(number):
-            began = time.perf_counter()
+
+    def measure(self) -> dict[str, Any]:
+        import torch
+
+        from torch_overlay._functorch.offload import profile_cache, runtime
+        from torch_overlay._inductor.relaunch import causes
+
+        with profile_cache.locked(0):
             # A graph is captured at the second call.
-            warm = side.timed(1 if number or mode == "default" else 2)
+            self.side.timed(1 if self.times or self.mode == "default" else 2)
             torch.cuda.reset_peak_memory_stats()
-            times += side.timed(options.steps)
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            yield {
-                "ms": statistics.median(times),
-                "all ms": [round(t, 1) for t in (*warm, *times)],
-                "measured ms": times,
-                "peak GiB": peak / GIB,
-                "reserved GiB": reserved / GIB,
-                "host GiB": runtime.live()["bytes"] / GIB,
-                "refused": causes.refusals(),
-                "measured in s": time.perf_counter() - began,
-            }
-    if mode == "default" and row in options.oom.split(","):
-        with turn(100):
-            side.optimizer = None
+            self.times += self.side.timed(self.options.steps)
+            self.peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            host = runtime.live()["bytes"]
+            release()
+        return {
+            "ms": statistics.median(self.times),
+            "measured ms": self.times,
+            "peak GiB": self.peak / GIB,
+            "reserved GiB": reserved / GIB,
+            "host GiB": host / GIB,
+            "refused": causes.refusals(),
+        }
+
+    def oom(self) -> dict[str, Any]:
+        import torch
+
+        from torch_overlay._functorch.offload import profile_cache
+
+        with profile_cache.locked(0):
+            self.side.optimizer = None
             torch.cuda.synchronize()
-            limit = OOM_LIMIT * (options.peak * GIB if options.peak else peak)
-            yield {"oom": out_of_memory(side, row, length, options.layers, limit)}
+            limit = OOM_LIMIT * (self.options.peak * GIB if self.options.peak else self.peak)
+            return {"oom": out_of_memory(self.side, self.row, self.length, self.options.layers, limit)}
 
 
 def out_of_memory(side: Side, row: str, length: int, layers: int | None, limit: float) -> dict[str, Any]:
@@ -255,104 +246,60 @@ def out_of_memory(side: Side, row: str, length: int, layers: int | None, limit: 
 # ---- all of them
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Child:
     row: str
     mode: str
     side: str
-    order: int
-    errors: Any
-    process: subprocess.Popen[str] | None = None
+    process: processes.Process | None = None
     found: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ready: int | None = None  # the phase that it waits to begin
 
-    def begin(self, options: argparse.Namespace, peak: float | None, events: queue.Queue[Any]) -> None:
+    def begin(self, options: argparse.Namespace, peak: float | None) -> None:
+        """Start the process, which compiles beside the others."""
+        given = {name: getattr(options, name) for name in ("steps", "layers")} | {"peak": peak}
         # A graph pair from a cache has no plan to report.
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-        command = [sys.executable, __file__, "--one", f"{self.row}/{self.mode}/{self.side}", "--oom", options.oom]
-        values = {name: getattr(options, name) for name in ("cut", "turns", "steps", "length", "layers")}
-        for name, value in {**values, "peak": peak}.items():
-            command += [f"--{name}", str(value)] if value is not None else []
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=environment
-        )
-        threading.Thread(target=self.read, args=(events,), daemon=True).start()
+        own = {"TORCHINDUCTOR_COMPILE_THREADS": "3", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0", OPTIONS: json.dumps(given)}
+        self.process = processes.Process(f"{self.row}/{self.mode}", self.side, os.environ | own, __file__)
+        self.process.tell("compile")
 
-    def read(self, events: queue.Queue[Any]) -> None:
-        assert self.process is not None
-        for line in self.process.stdout or ():
-            if line.startswith("{"):
-                events.put((self, json.loads(line)))
-        self.process.wait()
-        events.put((self, None))
-
-    def go(self) -> None:
-        assert self.process is not None and self.process.stdin is not None
-        self.ready = None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-
-    def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-
-    def error(self) -> str:
-        self.errors.seek(0)
-        return f"status {self.process.returncode if self.process else None}: {self.errors.read().strip()[-1500:]}"
+    def note(self, until: float, word: str = "") -> None:
+        """Wait for an answer to the word, or to "compile", and note it. A process that failed is asked no more."""
+        if self.process is None or "error" in self.found:
+            return
+        if word:
+            self.process.tell(word)
+        message = self.process.answer(until - time.monotonic())
+        self.found |= message
+        print(json.dumps({"row": self.row, "mode": self.mode, "side": self.side, **message}), flush=True)
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows, as far as they got."""
-    known = dict(item.split("=") for item in options.peaks.split(",") if item)
-    events: queue.Queue[Any] = queue.Queue()
-    with contextlib.ExitStack() as stack:
-        children = [
-            Child(row, mode, side, order, stack.enter_context(tempfile.TemporaryFile("w+")))
-            for order, (row, mode) in enumerate(itertools.product(options.rows.split(","), options.modes.split(",")))
-            for side in ("off", "on")
-        ]
-        stack.callback(lambda: [child.end() for child in children])
+    """The rows, as far as they got. One process measures at a time; in a turn, those come last whose budget depends on
+    a peak that is measured in it."""
+    until = time.monotonic() + options.limit
+    known = {row: float(peak) for row, _, peak in (item.partition("=") for item in options.peaks.split(",") if item)}
+    rows = itertools.product(options.rows, options.modes)
+    pairs = [(Child(row, mode, "off"), Child(row, mode, "on")) for row, mode in rows]
+    children = {child: on for off, on in pairs for child in (off, on)}
+    try:
         for child in children:
             if child.side == "off" or child.row in known:
-                child.begin(options, float(known[child.row]) if child.row in known else None, events)
-        _serve(children, events, options)
-        return [merged(off, on) for off, on in zip(children[::2], children[1::2])]
-
-
-def _serve(children: list[Child], events: queue.Queue[Any], options: argparse.Namespace) -> None:
-    """Lets one child measure at a time, the earliest phase of the first row first."""
-    until = time.monotonic() + options.limit
-    left, running = len(children), None
-    while left:
-        try:
-            child, message = events.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            return
-        pair = [c for c in children if c.order == child.order]
-        if message is None or "ready" in message or "done" in message:
-            if child is running:
-                running = None
-            if message is None:
-                left -= 1
-                if child.process is not None and child.process.returncode:
-                    child.found["error"] = child.error()
-                    print(json.dumps({"row": child.row, "mode": child.mode, "side": child.side, **child.found}))
-                    # Nobody will say what its peak is.
-                    left -= sum(c.process is None for c in pair)
-            elif "ready" in message:
-                child.ready = message["ready"]
-        else:
-            child.found |= message
-            print(json.dumps({"row": child.row, "mode": child.mode, "side": child.side, **message}), flush=True)
-            other = pair[1]
-            if child.side == "off" and "peak GiB" in message and other.process is None:
-                other.begin(options, message["peak GiB"], events)
-        waiting = [c for c in children if c.ready is not None]
-        if running is None and waiting:
-            running = min(waiting, key=lambda c: (c.ready, c.order, c.side == "on"))
-            running.go()
+                child.begin(options, known.get(child.row))
+        for number in range(options.turns):
+            for child in sorted(children, key=lambda child: child.process is None):
+                if number == 0:
+                    child.note(until)
+                child.note(until, "measure")
+                if "peak GiB" in child.found and (on := children[child]).process is None:
+                    on.begin(options, child.found["peak GiB"])
+        for child in children:
+            if child.mode == "default" and child.row in options.oom:
+                child.note(until, "oom")
+    finally:
+        for child in children:
+            if child.process is not None:
+                child.process.stop()
+    return [merged(off, on) for off, on in pairs]
 
 
 def merged(off: Child, on: Child) -> dict[str, Any]:
@@ -365,15 +312,13 @@ def merged(off: Child, on: Child) -> dict[str, Any]:
         found["cut"] = 1 - on.found["peak GiB"] / off.found["peak GiB"]
     found["refused"] = [text for child in (off, on) for text in child.found.get("refused", ())]
     found["error"] = " | ".join(f"{c.side}: {c.found['error']}" for c in (off, on) if "error" in c.found)
-    if not found["error"] and "ratio" not in found:
-        found["error"] = "not ready in time"
     return found
 
 
-ON_ALONE = ("budget GB", "tensors", "again", "hidden", "plan", "planned GB", "host GiB")
+ON_ALONE = ("budget GB", "tensors", "again", "hidden", "plan", "host GiB")
 
 
-def table(results: list[dict[str, Any]], cut: float) -> bool:
+def table(results: list[dict[str, Any]]) -> bool:
     header = ("row", "mode", "off ms", "on ms", "ratio", "peak GiB", "reserved", "cut", "host", "tensors", "hidden")
     rows: list[tuple[str, ...]] = [header]
     notes = []
@@ -387,7 +332,7 @@ def table(results: list[dict[str, Any]], cut: float) -> bool:
             return ""
 
     for r in results:
-        passed &= is_good(r, cut)
+        passed &= is_good(r)
         percent = {name: 100 * r[name] for name in ("cut", "hidden") if name in r}
         texts = ("{off_ms:.1f}", "{on_ms:.1f}", "{ratio:.3f}", "{off_peak_GiB:.1f} -> {on_peak_GiB:.1f}")
         texts += ("{off_reserved_GiB:.1f} -> {on_reserved_GiB:.1f}", "{cut:.1f} %", "{host_GiB:.1f}")
@@ -412,8 +357,8 @@ def figures(r: dict[str, Any]) -> records.Figures:
     }
 
 
-def is_good(r: dict[str, Any], cut: float) -> bool:
-    if r["error"] or "ratio" not in r or r["ratio"] > MOST_RATIO or r["cut"] < cut or r["refused"]:
+def is_good(r: dict[str, Any]) -> bool:
+    if r["error"] or "ratio" not in r or r["ratio"] > MOST_RATIO or r["cut"] < CUT or r["refused"]:
         return False
     oom = oom_of(r)
     return oom is None or oom.endswith(": ok")
@@ -433,28 +378,21 @@ def oom_of(r: dict[str, Any]) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="llama,gpt2")
-    parser.add_argument("--modes", default="default,reduce-overhead")
-    parser.add_argument("--oom", default="llama", help="rows that are tried with too little memory, too")
-    parser.add_argument("--cut", type=float, default=0.4, help="how much of the peak the budget takes off")
+    rows, modes = ("llama", "gpt2"), ("default", "reduce-overhead")
+    parser.add_argument("--rows", type=records.names(rows), default=rows, help="of llama, gpt2")
+    parser.add_argument("--modes", type=records.names(modes), default=modes, help="of default, reduce-overhead")
+    parser.add_argument("--oom", type=records.names(rows), default=rows[:1], help="rows with too little memory, too")
     parser.add_argument("--turns", type=records.positive, default=2)
     parser.add_argument("--steps", type=records.positive, default=2, help="measured steps a turn")
-    parser.add_argument("--length", type=records.positive, help="tokens, for every row")
     parser.add_argument("--layers", type=records.positive, help="fewer layers, to try the benchmark out")
     parser.add_argument("--peaks", default="", help="what the rows take without offload, if it is known")
     parser.add_argument("--limit", type=records.seconds, default=420, help="seconds")
     parser.add_argument("--out", type=Path)
     records.add_option(parser)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--peak", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        import torch_overlay  # noqa: F401
-
-        row, mode, side = options.one.split("/")
-        for found in measure(row, mode, side, options):
-            print(json.dumps(found), flush=True)
-        os._exit(0)  # to unpin memory and to take everything down takes seconds
+    if options.serve:
+        processes.serve(lambda: _Served(*options.serve))
     began = time.perf_counter()
     described = streams.describe()
     about = json.dumps({"about": described})
@@ -465,7 +403,7 @@ def main() -> int:
         (options.out / "offload.jsonl").write_text("\n".join([about, *map(json.dumps, results)]) + "\n")
     measured = {f"{r['row']}, {r['mode']}": figures(r) for r in results if not r["error"]}
     records.write(options.jsonl, described, {"offload": measured})
-    passed = table(results, options.cut)
+    passed = table(results)
     seconds = time.perf_counter() - began
     print(f"{'all within their limits' if passed else 'not all within their limits'}; {seconds:.0f} s")
     return 0 if passed else 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from relaunch_rows import llama_config  # pyrefly: ignore[missing-import]
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,16 +38,7 @@ def make(row: str, length: int, layers: int | None = None, device: str = "cuda")
         )
         cls = hf.GPT2Model
     else:
-        config = hf.LlamaConfig(
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=layers or 16,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            vocab_size=32000,
-            max_position_embeddings=length,
-            use_cache=False,
-        )
+        config = llama_config(layers or 16, max_position_embeddings=length)
         cls = hf.LlamaModel
     config._attn_implementation = "causal"
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Figures = dict[str, dict[str, list[float]]]  # kind -> name -> samples
 
@@ -94,6 +94,18 @@ def seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of seconds")
     return value
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argument of a command line that is some of the known names, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+        if unknown := [name for name in chosen if name not in known]:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}: choose from {', '.join(known)}")
+        return chosen
+
+    return parse
 
 
 def output(text: str) -> Path:

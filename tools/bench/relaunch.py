@@ -36,7 +36,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -48,6 +47,7 @@ sys.path[:0] = [str(HERE)]
 
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
+from processes import Process  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
@@ -85,25 +85,7 @@ TRAINED = ("gpt2 training", "llama training")
 MODELS = ("gpt2", "bert", "resnet50", "llama")
 
 
-@dataclasses.dataclass
-class Row:
-    """Answers of the processes about one row: side -> results, in order."""
-
-    name: str
-    results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    errors: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, measurement: dict[str, Any]) -> None:
-        side = measurement["side"]
-        if "error" in measurement:
-            self.errors.append(f"{side}: {' '.join(measurement['error'].split())}")
-        else:
-            self.results.setdefault(side, []).append(measurement["result"])
-
-    def figure(self, side: str, key: str) -> float | None:
-        values = [r[key] for r in self.results.get(side, []) if isinstance(r.get(key), (int, float))]
-        return statistics.median(values) if values else None
-
+class Row(streams.Answers):
     def noise(self, key: str) -> float:
         """The largest relative difference between two processes of one side."""
         spread = [0.0]
@@ -243,38 +225,19 @@ def limit_table(found: Sequence[Limit]) -> str:
 # ---- processes
 
 
-class Process:
-    """A process of one row and side. It imports at once, and touches the device when it is asked."""
+def start(row: str, side: str, is_compiled: bool = False) -> Process:
+    """If the kernels of its row and side are in the compile caches, it needs no processes that compile beside it."""
+    from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
-    def __init__(self, row: str, side: str, warm: bool = False, compiled: bool = False) -> None:
-        """With `compiled`, its kernels are in the compile caches: it needs no processes that compile beside it."""
-        from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
-
-        self.row, self.side = row, side
-        environment = environment_of(side)
-        if compiled:
-            environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, "--wait"]
-        self.process = streams.start_process([*command, *(["--warm"] if warm else [])], environment)
-
-    def wait_until_ready(self) -> None:
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
-
-    def ask(self, timeout: float) -> dict[str, Any]:
-        answers, ended = streams.answers_of(self.process, timeout)
-        return answers[0] if answers else {"row": self.row, "side": self.side, "error": f"the process {ended}"}
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    environment = environment_of(side) | ({"TORCHINDUCTOR_COMPILE_THREADS": "1"} if is_compiled else {})
+    return Process(row, side, environment, str(HERE / "relaunch_process.py"))
 
 
 def prepare(names: Sequence[str], sides: Sequence[str], jobs: int, timeout: float) -> None:
     """Fill the compile caches. What fails here fails again, and is told then."""
     pairs = [(name, side) for name in names for side in sides if side not in ("replay", "chain")]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda pair: Process(*pair, warm=True).ask(timeout), pairs))
+        list(pool.map(lambda pair: start(*pair).ask_and_stop("warm", timeout), pairs))
 
 
 def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
@@ -290,13 +253,15 @@ def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
             rows[name].errors.append(f"{side}: out of time")
             continue
         if not waiting:
-            waiting.extend(Process(*pair, compiled=bool(args.prepare)) for pair in order[number : number + TOGETHER])
+            waiting.extend(start(*pair, bool(args.prepare)) for pair in order[number : number + TOGETHER])
             for process in waiting:
-                process.wait_until_ready()
-        start = time.monotonic()
-        answer = waiting.popleft().ask(args.timeout)
+                process.tell("ready")
+            for process in waiting:
+                process.answer(args.timeout)
+        begin = time.monotonic()
+        answer = {"row": name, "side": side, **waiting.popleft().ask_and_stop("measure", args.timeout)}
         rows[name].add(answer)
-        print(f"measured {name}, {side} in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        print(f"measured {name}, {side} in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
         if args.out:
             with open(args.out / "measurements.jsonl", "a") as file:
                 print(json.dumps({**answer, "about": about}), file=file)
@@ -312,28 +277,20 @@ def read(files: Iterable[Path]) -> tuple[dict[str, Row], dict[str, Any]]:
         for line in file.read_text().splitlines():
             measurement = json.loads(line)
             about = measurement.pop("about", about)
-            name = measurement["row"]
-            rows.setdefault(name, Row(name)).add(measurement)
+            if (name := measurement["row"]) not in rows:
+                rows[name] = Row(name)
+            rows[name].add(measurement)
     return rows, about
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     from relaunch_process import ROWS, SIDES  # pyrefly: ignore[missing-import]
 
-    def some(of: Iterable[str]) -> Callable[[str], list[str]]:
-        def names(text: str) -> list[str]:
-            chosen = [name.strip() for name in text.split(",") if name.strip()]
-            if unknown := set(chosen) - set(of):
-                raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(of)}")
-            return chosen
-
-        return names
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=some(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", type=records.names(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument(
         "--sides",
-        type=some(SIDES),
+        type=records.names(SIDES),
         default=["off", "trees", "relaunch", "replay"],
         help=f"of {', '.join(SIDES)}; stock: trees without the overlay; python: relaunch without the C helper",
     )

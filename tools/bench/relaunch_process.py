@@ -1,9 +1,8 @@
-"""Measures one row of the relaunch benchmark on one side, in this process; run by relaunch.py.
+"""Measures one row of the relaunch benchmark on one side, in this process; run by relaunch.py (`processes`).
 
-    python tools/bench/relaunch_process.py ROW SIDE [--warm] [--wait]
+    python tools/bench/relaunch_process.py --serve ROW SIDE
 
-One JSON line comes out. With --warm nothing is measured: the compile caches are filled. With --wait the process
-imports what it needs, says "ready", and touches the device when a line comes in.
+To "ready" it imports what it needs, and touches no device; "warm" fills the compile caches; "measure" measures.
 
 Until the graphs are made, Python's garbage collector runs where the process asks for it alone: it walks all that
 compiling has made, which takes longer than a capture, and whether it comes by in the graph layer is chance.
@@ -13,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import statistics
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
-from typing import Any, TextIO, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 
@@ -196,6 +193,15 @@ def settled() -> int:
     return device_used()
 
 
+def memory(base: int) -> dict[str, float]:
+    """MiB of the allocator, and of the device beyond `base`."""
+    return {
+        "reserved MiB": torch.cuda.memory_reserved() / MIB,
+        "peak MiB": torch.cuda.max_memory_allocated() / MIB,
+        "device MiB": (device_used() - base) / MIB,
+    }
+
+
 def counters() -> dict[str, int]:
     """Of the overlay, and what its runner knows."""
     found = dict(torch._dynamo.utils.counters["torch_overlay"])
@@ -305,11 +311,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
             work.step()
         torch.cuda.synchronize()
         counts = counters()
-        result |= {
-            "reserved MiB": torch.cuda.memory_reserved() / MIB,
-            "peak MiB": torch.cuda.max_memory_allocated() / MIB,
-            "device MiB": (device_used() - base) / MIB,
-        }
+        result |= memory(base)
         result["gpu us"] = gpu_time(work.step)
         result["host us"], result["layer us"] = host_time(work.step, layer)
         result["queued us"] = queued_time(work.step, result["host us"])
@@ -331,34 +333,31 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
     return result
 
 
-def get_ready(row: str, out: TextIO) -> None:
-    """Imports, which take longer than most measurements and need no device; says so, and waits for its turn."""
-    import torch._inductor.compile_fx  # noqa: F401
+class Served:
+    def __init__(self, row: str, side: str) -> None:
+        self.row, self.side = row, side
+        if os.environ.get("TORCH_OVERLAY_DISABLE") != "1":
+            import torch_overlay  # noqa: F401
 
-    if row.split()[0] in ("gpt2", "bert", "llama"):
-        import transformers
+    def ready(self) -> dict[str, Any]:
+        """The imports, which take longer than most measurements."""
+        import torch._inductor.compile_fx  # noqa: F401
 
-        for name in ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM"):
-            getattr(transformers, name)
-    print("ready", file=out, flush=True)
-    sys.stdin.readline()
+        if self.row.split()[0] in ("gpt2", "bert", "llama"):
+            import transformers
 
+            for name in ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM"):
+                getattr(transformers, name)
+        return {}
 
-def main(row: str, side: str, warm: bool, wait: bool) -> None:
-    if os.environ.get("TORCH_OVERLAY_DISABLE") != "1":
-        import torch_overlay  # noqa: F401
-    with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
-        try:
-            if wait:
-                get_ready(row, out)
-            answer: dict[str, Any] = {"row": row, "side": side, "result": measure(row, side, warm)}
-        except Exception as e:
-            traceback.print_exc()
-            answer = {"row": row, "side": side, "error": f"{type(e).__name__}: {e}"[:300]}
-        print(json.dumps(answer), file=out, flush=True)
-    sys.stderr.flush()
-    os._exit(0)  # the next measurement waits for the end of this process
+    def warm(self) -> dict[str, Any]:
+        return measure(self.row, self.side, warm=True)
+
+    def measure(self) -> dict[str, Any]:
+        return {"result": measure(self.row, self.side, warm=False)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "--warm" in sys.argv[3:], "--wait" in sys.argv[3:])
+    import processes  # pyrefly: ignore[missing-import]
+
+    processes.serve(lambda: Served(*sys.argv[2:]))

@@ -91,18 +91,19 @@ def tokens(vocabulary: int, *shape: int) -> list[Inputs]:
     return [(torch.randint(0, vocabulary, shape, device=DEVICE),) for _ in range(SETS)]
 
 
-def llama_config() -> Any:
-    """Llama, 16 layers."""
+def llama_config(layers: int = 16, **more: Any) -> Any:
+    """A Llama whose layers have a width of 1024."""
     import transformers as hf
 
     return hf.LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=16,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         vocab_size=32000,
         use_cache=False,
+        **more,
     )
 
 

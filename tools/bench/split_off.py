@@ -4,20 +4,17 @@
     python tools/bench/split_off.py [--rounds 1] [--jsonl FILE]
 
 The model without the operator and with it take turns. Prints the largest difference of each from eager, and a line for
-each turn: us a call (median of 60 calls, each until the device is done) and the part of kernel launches in graphs; then
-graphs of the same kernels that are captured and replayed by hand, which is the floor; and last, the time with the
-operator against the sum of the time without it and the operator's own: called again and again, and called after the
-model, when the processor's caches hold what a call of the model has left. --jsonl FILE, with --rounds 3, writes what
-tools/bench/gate.py compares, with the former.
+each turn: us a call (median of 60 calls, each until the device is done) and the part of kernel launches in graphs; and
+last, the time with the operator against the sum of the time without it and the operator's own: called again and again,
+and called after the model, when the processor's caches hold what a call of the model has left. --jsonl FILE, with
+--rounds 3, writes what tools/bench/gate.py compares, with the former.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
 
 import torch
 
@@ -33,55 +30,17 @@ import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 import torch_overlay  # noqa: E402
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 DEVICE = "cuda"
 NAMES = {False: "without it", True: "with the operator"}
 
 
-def _wait() -> None:
-    torch.cuda.current_stream().synchronize()
-
-
 @torch.library.custom_op("split_off::waits", mutates_args=())
 def waits(x: torch.Tensor) -> torch.Tensor:
-    _wait()
+    torch.cuda.current_stream().synchronize()
     return x.clone()
 
 
 waits.register_fake(torch.empty_like)
-
-
-def captured_by_hand(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that replays what a step launches, as two graphs if the operator is called."""
-    global _wait
-    graphs, pool, wait = [torch.cuda.CUDAGraph()], torch.cuda.graph_pool_handle(), _wait
-
-    def next_graph() -> None:
-        graphs[-1].capture_end()
-        graphs.append(torch.cuda.CUDAGraph())
-        graphs[-1].capture_begin(pool=pool)
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step()
-        torch.cuda.synchronize()
-        try:
-            _wait = next_graph
-            graphs[0].capture_begin(pool=pool)
-            result = step()
-            graphs[-1].capture_end()
-        finally:
-            _wait = wait
-
-    def replay() -> Any:
-        for graph in graphs:
-            if graph is not graphs[0]:
-                _wait()
-            graph.replay()
-        return result
-
-    return replay
 
 
 def main() -> None:
@@ -105,10 +64,8 @@ def main() -> None:
         return model(input_ids=ids).logits
 
     us: dict[bool, list[float]] = {False: [], True: []}
-    by_hand: dict[bool, list[float]] = {False: [], True: []}
     outside: list[float] = []
-    turns = (False, True, True, False) * args.rounds
-    compiled, plain = torch.compile(run, mode="reduce-overhead"), torch.compile(run)
+    compiled = torch.compile(run, mode="reduce-overhead")
     with torch.no_grad():
         for between[0] in (False, True):
             expected = run(ids)
@@ -116,24 +73,17 @@ def main() -> None:
                 found = compiled(ids)
             off = (found.float() - expected.float()).abs().max().item()
             print(f"{NAMES[between[0]]:18} off by {off:.3f}", flush=True)
-        for between[0] in turns:
+        for between[0] in (False, True, True, False) * args.rounds:
             before = torch_overlay.coverage()
             us[between[0]].append(stream_rows.call_time(lambda: compiled(ids), 60, warmup=3))
             share = torch_overlay.coverage().since(before).share
             outside += [100 * (1 - share)] if between[0] else []
             print(f"{NAMES[between[0]]:18} {us[between[0]][-1]:8.1f} us, {100 * share:.2f} % in graphs", flush=True)
-        replays = {}
-        for between[0] in (False, True):
-            replays[between[0]] = captured_by_hand(functools.partial(plain, ids))
-        for turn in turns:
-            by_hand[turn].append(stream_rows.call_time(replays[turn], 60, warmup=3))
         x = torch.randn(1, 64, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         alone = stream_rows.call_time(lambda: waits(x), 200, warmup=0)
         between[0] = False
         after = stream_rows.call_time(lambda: waits(x), 60, warmup=0, before=lambda: compiled(ids))
-    ratio, floor = (min(times[True]) / (min(times[False]) + alone) for times in (us, by_hand))
-    ratio_after = min(us[True]) / (min(us[False]) + after)
-    print(f"by hand: two graphs {min(by_hand[True]):.1f} us, one {min(by_hand[False]):.1f} us: ratio {floor:.3f}")
+    ratio, ratio_after = (min(us[True]) / (min(us[False]) + own) for own in (alone, after))
     print(f"operator alone {alone:.1f} us: ratio {ratio:.3f}; after the model {after:.1f} us: ratio {ratio_after:.3f}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     found = {

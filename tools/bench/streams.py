@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Measures what streams cost and gain under torch.compile, with the overlay and on stock PyTorch, in one run.
 
-    python tools/bench/streams.py [--rows 'two chains,experts'] [--rounds 2] [--out DIR]
+    python tools/bench/streams.py [--rows 'two chains,experts'] [--rounds 2]
 
 Every round measures both sides in both orders (overlay, stock, stock, overlay), each in a process of its own, stock
 with TORCH_OVERLAY_DISABLE=1; a row's figure is the median over processes of medians over calls. A row that fails on
-one side says why, and the rest goes on. The table is printed last; a JSON line per row goes to stdout before it and,
-with --out, to DIR/bench.jsonl. --jsonl FILE, with --rounds 3, writes what tools/bench/gate.py compares.
+one side says why, and the rest goes on. A JSON line for each row is printed, and the table last. --jsonl FILE, with
+--rounds 3, writes what tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ sys.path[:0] = [str(HERE)]
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
+SIDES = ("overlay", "stock")
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """`ratio` divides one process's medians; `against_stock` instead divides the overlay's figure by stock's."""
@@ -44,40 +47,25 @@ class Row:
     unit: str = "us"
 
 
+def over(above: str, below: str) -> Callable[[dict[str, float]], float]:
+    return lambda result: result[above] / result[below]
+
+
+on_two = over("two streams", "one stream")
+on_eight = over("experts, eight streams", "experts, one stream")
 ROWS = [
-    Row("two chains", "two 2 ms chains on two streams / one chain", 1.15, lambda r: r["two"] / r["one"]),
-    Row("sixteen blocks", "host time: 16 blocks on 4 streams / without", 1.35, lambda r: r["streams"] / r["plain"]),
-    Row("experts", "8 experts on 8 streams / on one", 1.08, lambda r: r["eight streams"] / r["one stream"]),
-    Row(
-        "experts graphed",
-        "8 experts, reduce-overhead / graph by hand",
-        1.4,
-        lambda r: r["reduce-overhead"] / r["graph by hand"],
-    ),
-    Row(
-        "experts memory",
-        "peak memory, compiled / eager, 8 streams",
-        1.10,
-        lambda r: r["compiled"] / r["eager"],
-        unit="bytes",
-    ),
-    Row(
-        "training",
-        "training step of two branches, on two streams / on one",
-        0.75,
-        lambda r: r["two streams"] / r["one stream"],
-    ),
-    Row(
-        "training graphed",
-        "the same under reduce-overhead, on two streams / on one",
-        0.75,
-        lambda r: r["two streams"] / r["one stream"],
-    ),
+    Row("two chains", "two 2 ms chains on two streams / one chain", 1.15, over("two", "one")),
+    Row("sixteen blocks", "host time: 16 blocks on 4 streams / without", 1.35, over("streams", "plain")),
+    Row("experts", "8 experts on 8 streams / on one", 1.08, over("eight streams", "one stream")),
+    Row("experts graphed", "8 experts, reduce-overhead / graph by hand", 1.4, over("reduce-overhead", "graph by hand")),
+    Row("experts memory", "peak memory, compiled / eager, 8 streams", 1.10, over("compiled", "eager"), unit="bytes"),
+    Row("training", "training step of two branches, on two streams / on one", 0.75, on_two),
+    Row("training graphed", "the same under reduce-overhead, on two streams / on one", 0.75, on_two),
     Row(
         "training memory",
         "peak memory of a training step, on streams / on one: two branches, eight experts; the larger",
         1.05,
-        lambda r: max(r["two streams"] / r["one stream"], r["experts, eight streams"] / r["experts, one stream"]),
+        lambda result: max(on_two(result), on_eight(result)),
         unit="bytes",
     ),
     Row(
@@ -92,52 +80,38 @@ ROWS = [
 
 
 @dataclasses.dataclass
-class Side:
-    """Answers of the processes of one side about one row."""
+class Answers:
+    """Answers of the processes about one row: side -> results, in order; and errors."""
 
-    results: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    name: str
+    results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     errors: list[str] = dataclasses.field(default_factory=list)
 
-    def figure(self, row: Row) -> float | None:
-        return statistics.median(map(row.ratio, self.results)) if self.results else None
+    def add(self, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            self.errors.append(f"{answer['side']}: {' '.join(answer['error'].split())}")
+        else:
+            self.results.setdefault(answer["side"], []).append(answer["result"])
 
-    def medians(self) -> dict[str, float]:
-        keys = self.results[0] if self.results else {}
-        return {key: statistics.median(r[key] for r in self.results if key in r) for key in keys}
-
-
-def ask_process(
-    command: Sequence[str], environment: dict[str, str], timeout: float
-) -> tuple[list[dict[str, Any]], str]:
-    """The JSON lines about rows that a process prints, and how it ended."""
-    return answers_of(start_process(command, environment), timeout)
+    def figure(self, side: str, key: str) -> float | None:
+        values = [r[key] for r in self.results.get(side, []) if isinstance(r.get(key), (int, float))]
+        return statistics.median(values) if values else None
 
 
-def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def answers_of(process: subprocess.Popen[str], timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """A process that waits for a line on its standard input goes on now."""
-    try:
-        text, complaints = process.communicate("\n", timeout=timeout)
-        ended = f"ended with status {process.returncode}: {complaints.strip()[-300:]}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        text, _ = process.communicate()
-        ended = f"no answer in {timeout:.0f} s"
-    return [json.loads(line) for line in text.splitlines() if line.startswith('{"row"')], ended
-
-
-def measure(rows: list[str], stock: bool, timeout: float) -> list[dict[str, Any]]:
+def measure(rows: list[str], side: str, timeout: float) -> list[dict[str, Any]]:
     """One process; where it dies, another one for the rows after the one that killed it."""
     answers: list[dict[str, Any]] = []
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_OVERLAY_DISABLE"}
-    if stock:
+    if side == "stock":
         environment["TORCH_OVERLAY_DISABLE"] = "1"
     while rows:
-        found, ended = ask_process([sys.executable, str(HERE / "stream_rows.py"), *rows], environment, timeout)
+        command = [sys.executable, str(HERE / "stream_rows.py"), *rows]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+            text, ended = done.stdout, f"ended with status {done.returncode}: {done.stderr.strip()[-300:]}"
+        except subprocess.TimeoutExpired as error:
+            text, ended = (error.stdout or b"").decode(), f"no answer in {timeout:.0f} s"
+        found = [json.loads(line) for line in text.splitlines() if line.startswith('{"row"')]
         answers += found
         rows = [r for r in rows if r not in {a["row"] for a in found}]
         if rows:
@@ -147,50 +121,46 @@ def measure(rows: list[str], stock: bool, timeout: float) -> list[dict[str, Any]
 
 
 def describe() -> dict[str, Any]:
+    import torch
+    import triton
+
     def ask(*command: str) -> str:
         try:
             return subprocess.run(command, capture_output=True, text=True).stdout.strip()
         except OSError:
             return "unknown"
 
-    versions = ask(
-        sys.executable, "-c", "import torch, triton; print(torch.__version__, torch.version.cuda, triton.__version__)"
-    )
     return {
         "hardware": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "torch, cuda, triton": versions,
+        "torch, cuda, triton": f"{torch.__version__} {torch.version.cuda} {triton.__version__}",
         "commit": ask("git", "-C", str(HERE), "describe", "--always", "--dirty"),
         "command": " ".join(sys.argv),
     }
 
 
-def judge(row: Row, overlay: Side, stock: Side) -> dict[str, Any]:
-    ours, theirs = overlay.figure(row), stock.figure(row)
+def judge(row: Row, answers: Answers) -> dict[str, Any]:
+    each = {side: list(map(row.ratio, answers.results.get(side, []))) for side in SIDES}
+    ours, theirs = (statistics.median(each[side]) if each[side] else None for side in SIDES)
     if row.against_stock:
         ours, theirs = (ours / theirs if ours and theirs else None), 1.0 if theirs else None
+    found: dict[str, Any] = {"overlay": ours, "stock": theirs, "ok": ours is not None and ours <= row.limit}
+    for side, results in answers.results.items():
+        found[f"{side}, {row.unit}"] = {key: answers.figure(side, key) for key in results[0]}
+        found[f"{side}, each"] = each[side]
     return {
         "row": row.name,
         "what": row.what,
         "limit": row.limit,
-        "overlay": ours,
-        "stock": theirs,
-        "ok": ours is not None and ours <= row.limit,
-        f"overlay, {row.unit}": overlay.medians(),
-        f"stock, {row.unit}": stock.medians(),
-        "overlay, each": [row.ratio(r) for r in overlay.results],
-        "stock, each": [row.ratio(r) for r in stock.results],
-        "errors": [
-            *(f"overlay: {e}" for e in dict.fromkeys(overlay.errors)),
-            *(f"stock: {e}" for e in dict.fromkeys(stock.errors)),
-        ],
+        **found,
+        "errors": list(dict.fromkeys(answers.errors)),
     }
 
 
-def figures(row: Row, overlay: Side, stock: Side) -> records.Figures:
+def figures(row: Row, answers: Answers) -> records.Figures:
     """Figures for the gate: the row's ratio in each process, against stock's in the same turn if that is the row."""
-    found = [row.ratio(r) for r in overlay.results]
+    found, stock = (list(map(row.ratio, answers.results.get(side, []))) for side in SIDES)
     if row.against_stock:
-        found = records.ratios(found, [row.ratio(r) for r in stock.results])
+        found = records.ratios(found, stock)
     return {"bytes" if row.unit == "bytes" else "wall time": {row.what: found}}
 
 
@@ -204,45 +174,36 @@ def table(judged: list[dict[str, Any]]) -> str:
         return "-" if value is None else f"{value:.3f}"
 
     rows = [("what", "limit", "overlay", "stock", "")]
-    for j in judged:
-        rows.append(
-            (j["what"], number(j["limit"]), number(j["overlay"]), number(j["stock"]), "ok" if j["ok"] else "MISSED")
-        )
+    rows += [
+        (j["what"], *(number(j[key]) for key in ("limit", "overlay", "stock")), "ok" if j["ok"] else "MISSED")
+        for j in judged
+    ]
     lines = aligned(rows)
     for j in judged:
         if "overlap" in j.get("overlay, us", {}):
             lines.append(f"{j['row']}: overlap, as the profiler sees it: {j['overlay, us']['overlap']:.2f} of the time")
-        lines += [f"{j['row']}: {e}" for e in j["errors"]]
+        lines += [f"{j['row']}: {error}" for error in j["errors"]]
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(r.name for r in ROWS), help="names, separated by commas")
+    known = {row.name: row for row in ROWS}
+    parser.add_argument("--rows", type=records.names(known), default=list(known), help=f"of {', '.join(known)}")
     parser.add_argument("--rounds", type=records.positive, default=1, help="rounds of four processes")
     parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
-    parser.add_argument("--out", type=Path, help="folder for bench.jsonl")
     records.add_option(parser)
     args = parser.parse_args()
-    chosen = [r for r in ROWS if r.name in args.rows.split(",")]
-    sides = {(r.name, stock): Side() for r in chosen for stock in (False, True)}
-    for stock in (False, True, True, False) * args.rounds:
-        print(f"measuring {'stock' if stock else 'the overlay'}", file=sys.stderr, flush=True)
-        for answer in measure([r.name for r in chosen], stock, args.timeout):
-            side = sides[answer["row"], stock]
-            if "error" in answer:
-                side.errors.append(" ".join(answer["error"].split()))
-            else:
-                side.results.append(answer["result"])
+    chosen = [known[name] for name in args.rows]
+    answers = {row.name: Answers(row.name) for row in chosen}
+    for side in (*SIDES, *reversed(SIDES)) * args.rounds:
+        print(f"measuring {side}", file=sys.stderr, flush=True)
+        for answer in measure(list(answers), side, args.timeout):
+            answers[answer["row"]].add({**answer, "side": side})
     about = describe()
-    judged = [judge(r, sides[r.name, False], sides[r.name, True]) for r in chosen]
-    lines = [json.dumps({**about, **j}) for j in judged]
-    print("\n".join(lines))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "bench.jsonl").write_text("\n".join(lines) + "\n")
-    found = {r.name: figures(r, sides[r.name, False], sides[r.name, True]) for r in chosen}
-    records.write(args.jsonl, about, {"streams": found})
+    judged = [judge(row, answers[row.name]) for row in chosen]
+    print("\n".join(json.dumps({**about, **j}) for j in judged))
+    records.write(args.jsonl, about, {"streams": {row.name: figures(row, answers[row.name]) for row in chosen}})
     print(f"\n{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(judged)}")
     return 0 if all(j["ok"] for j in judged) else 1
 

@@ -139,16 +139,6 @@ def gate_row(row: Row) -> str:
 # ---- arguments
 
 
-def _names(known: Sequence[str]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = list(dict.fromkeys(text.split(",")))
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}: choose from {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def _numbers(text: str) -> list[int]:
     try:
         numbers = sorted({int(part) for part in text.split(",")})
@@ -159,24 +149,20 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _number(text: str) -> int:
-    if "," in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
-    return _numbers(text)[0]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
     )
-    parser.add_argument("--width", type=_names(list(WIDTHS)), default=["70B"], help=f"of {', '.join(WIDTHS)}")
+    parser.add_argument("--width", type=records.names(WIDTHS), default=["70B"], help=f"of {', '.join(WIDTHS)}")
     parser.add_argument("--layers", type=_numbers, help="numbers of layers; 4 of 70B, 16 of 8B, else all")
     parser.add_argument("--seq", type=_numbers, default=[4096], help="tokens of a sequence (4096)")
-    parser.add_argument("--batch", type=_number, default=1, help="sequences of a data-parallel rank (1)")
-    parser.add_argument("--tp", type=_number, default=1, help="GPUs that share a batch by tensor parallelism (1)")
-    parser.add_argument("--gpus", type=_number, help="processes; all GPUs of the host, two without one")
-    parser.add_argument("--sides", type=_names(list(SIDES)), help=f"of {', '.join(SIDES)} (all)")
-    parser.add_argument("--steps", type=_number, default=10, help="steps in a row, three times (10)")
+    parser.add_argument("--batch", type=records.positive, default=1, help="sequences of a data-parallel rank (1)")
+    parser.add_argument(
+        "--tp", type=records.positive, default=1, help="GPUs that share a batch by tensor parallelism (1)"
+    )
+    parser.add_argument("--gpus", type=records.positive, help="processes; all GPUs of the host, two without one")
+    parser.add_argument("--sides", type=records.names(SIDES), help=f"of {', '.join(SIDES)} (all)")
+    parser.add_argument("--steps", type=records.positive, default=10, help="steps in a row, three times (10)")
     parser.add_argument("--attention", choices=("flex", "sdpa"), help="flex, torchtitan's; without a GPU sdpa")
     parser.add_argument("--deterministic", action="store_true", help="kernels that repeat themselves, chosen alike")
     parser.add_argument("--once", action="store_true", help="each side once, in one order")

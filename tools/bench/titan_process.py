@@ -123,21 +123,10 @@ def _graphs(side: str, captured: Counter[str]) -> dict[str, Any]:
     return numbers | {"reasons": refusals()[:3]}
 
 
-def _memory(base: int) -> dict[str, float]:
-    import torch
-    from relaunch_process import device_used, MIB  # pyrefly: ignore[missing-import]
-
-    return {
-        "reserved MiB": torch.cuda.memory_reserved() / MIB,
-        "peak MiB": torch.cuda.max_memory_allocated() / MIB,
-        "device MiB": (device_used() - base) / MIB,
-    }
-
-
 def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
     """Train, in this process and rank of its group. Raises whatever a step raises."""
     import torch
-    from relaunch_process import settled  # pyrefly: ignore[missing-import]
+    from relaunch_process import memory, settled  # pyrefly: ignore[missing-import]
 
     on_gpu, base, captured = row.device == "cuda", 0, Counter[str]()
     torch._inductor.config.deterministic = row.deterministic
@@ -153,7 +142,7 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     steps = [training.timed(row.steps, keep_loss=False)[1] / row.steps for _ in range(ROUNDS)]
     host = [training.timed(1, keep_loss=False)[0] for _ in range(ALONE)]
-    memory = _memory(base) if on_gpu else {}
+    used = memory(base) if on_gpu else {}
     training.step(keep_loss=True)
     kept = training.trainer.metrics_processor
     times = {
@@ -162,7 +151,7 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
         "each ms": steps,
         "host ms": statistics.median(host),
     }
-    return times | memory | _graphs(side, captured) | {"losses": kept.losses, "norms": kept.norms}
+    return times | used | _graphs(side, captured) | {"losses": kept.losses, "norms": kept.norms}
 
 
 def keep(folder: str, rank: str, answer: dict[str, Any]) -> None:
