@@ -29,6 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
@@ -59,45 +60,64 @@ Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along e
 # Note [Elements that an update left alone]
 # `v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
 # update left alone is in eager what it was, and a stream that had waited for `x + y` may read it; the same must hold of
-# that column in the new value. Views are followed where they select along dimensions; any other view counts as all of
-# its base.
+# that column in the new value. Views are followed where they select along dimensions whose sizes are known; any other
+# view of fewer elements may have any of its base.
 
 
-def writers_of_elements(node: Node, box: Box | None = None) -> set[Node]:
-    """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
-    too few. See Note [Elements that an update left alone].
+def writers_of_elements(node: Node, box: Box | None = None) -> set[Node | None]:
+    """Return the operations that computed the elements of a value that are in the box, or inputs. None is among them
+    where some of these may have computed none. See Note [Elements that an update left alone].
     """
     viewed, target = base_of(node), node.target
-    if box is None and (box := _whole(node)) is None:
-        return {node} if viewed is None else writers_of_elements(viewed)
     args: Any = node.args
+    is_all, box = box is None, box or _whole(node)
     if target in UPDATE_SELECTED:
-        base, update = args[0], args[1]
-        if (found := selected(node)) is None:
-            return writers_of_elements(base) | writers_of_elements(update)
+        base, update, found = args[0], args[1], selected(node)
+        if box is None or found is None:
+            return writers_of_elements(base) | writers_of_elements(update) | _unless(is_all)
         dim, taken = found
         if not _meet(box[dim], taken):
             return writers_of_elements(base, box)
         inside = (range(len(taken)),) if target is _aten.slice_scatter.default else ()
         made = writers_of_elements(update, (*box[:dim], *inside, *box[dim + 1 :]))
         return made if _contains(taken, box[dim]) else made | writers_of_elements(base, box)
+    if viewed is None:
+        return {node}
+    if is_all and _has_all(node, viewed):
+        return writers_of_elements(viewed)
+    given = None if box is None else _box_in_base(node, viewed, box)
+    return writers_of_elements(viewed, given) | _unless(given is not None)
+
+
+def _unless(are_known: bool) -> set[Node | None]:
+    return set() if are_known else {None}
+
+
+def _box_in_base(node: Node, base: Node, box: Box) -> Box | None:
+    """Return the elements of the base that a box of a view has; None if it isn't known."""
+    target, args = node.target, node.args
+    if target in (_aten.alias.default, _aten.detach.default):
+        return box
     if target in SELECT:
         if (found := selected(node)) is None:
-            return writers_of_elements(args[0])
+            return None
         dim, taken = found
         kept = 1 if target is _aten.slice.Tensor else 0
         indices = taken[box[dim].start : box[dim].stop : box[dim].step] if kept else taken
-        return writers_of_elements(args[0], (*box[:dim], indices, *box[dim + kept :]))
-    if target in (_aten.alias.default, _aten.detach.default):
-        return writers_of_elements(args[0], box)
+        return (*box[:dim], indices, *box[dim + kept :])
     if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
         permute: Any = target
         order = permute(torch.empty([*range(len(box))], device="meta"), *args[1:]).shape  # where each dimension goes
-        return writers_of_elements(args[0], tuple(box[order.index(d)] for d in range(len(box))))
-    if viewed is not None:
-        given = _box_before_split(node, viewed, box) if target is _aten.view.default else None
-        return writers_of_elements(viewed, given)
-    return {node}
+        return tuple(box[order.index(d)] for d in range(len(box)))
+    return _box_before_split(node, base, box) if target is _aten.view.default else None
+
+
+def _has_all(node: Node, base: Node) -> bool:
+    """True if a view has all elements of its base."""
+    view, whole = node.meta.get("val"), base.meta.get("val")
+    if not isinstance(view, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return False
+    return node.target is not _aten.as_strided.default and statically_known_true(view.numel() == whole.numel())
 
 
 def _whole(node: Node) -> Box | None:
@@ -126,7 +146,7 @@ def selected(node: Node) -> tuple[int, range] | None:
 
 def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
     """Return the box in the base of a view that only splits one dimension in two, as `unflatten` does; None for other
-    views.
+    views, and if it is none.
     """
     made, given = _whole(node), _whole(base)
     if made is None or given is None or len(made) != len(given) + 1:
@@ -140,7 +160,7 @@ def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
     elif inner == made[dim + 1] and outer.step == 1 and outer:
         taken = range(outer[0] * size, (outer[-1] + 1) * size)
     else:
-        taken = given[dim]
+        return None
     return (*box[:dim], taken, *box[dim + 2 :])
 
 

@@ -90,12 +90,13 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
         if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
             continue
         made, root = writers_of_elements(value), storage_node(value)
-        if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
+        nodes = [node for node in made if node is not None]
+        if root in made or any(node.op != "call_function" or is_backward(node) for node in nodes):
             continue
-        tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in made]
-        known = {
-            t for t in set.intersection(*tokens) if not t.is_blocking_copy
-        }  # the compiler decides where a blocking copy stands
+        tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in nodes]
+        both = set.union if None in made else set.intersection
+        # The compiler decides where a blocking copy stands.
+        known = {t for t in both(*tokens) if not t.is_blocking_copy}
         late = {
             t
             for t in known

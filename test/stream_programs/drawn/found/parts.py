@@ -31,6 +31,20 @@ def copy_of_an_input_that_is_updated_in_part_and_read_behind_what_another_stream
 
 
 @found
+def diagonal_of_what_another_stream_updates_beside_it(s2, s3, /, x, y):
+    v1 = x * 2
+    s3.wait_stream(current)
+    with torch.cuda.stream(s3):
+        v2 = y * 2
+    s2.wait_stream(current)
+    s2.wait_stream(s3)
+    with torch.cuda.stream(s2):
+        v1[4][::2] = v2[5][1::2]
+        v3 = v1.diagonal(1)  # unjoined
+    return v2, v3
+
+
+@found
 def event_that_a_stream_awaits_without_launching_orders_the_read_of_a_view(s1, s2, e1, /, z):
     v1 = z.real - z.imag
     e1.record(current)
