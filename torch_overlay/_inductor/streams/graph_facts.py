@@ -10,7 +10,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay import frame_facts
-from torch_overlay._functorch.streams.facts import ExitWait, fact_of
+from torch_overlay._functorch.streams.facts import ExitWait, Fact, fact_of
 from torch_overlay._functorch.streams.fx import output_descriptions
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
 
@@ -46,11 +46,14 @@ def exit_waits() -> tuple[ExitWait, ...]:
     return _noted("exit_waits")
 
 
-def saved_on_streams() -> dict[str, int]:
-    """Return the saved values of a backward whose memory may be a side stream's, each with that stream."""
-    inputs: Any = V.graph.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
-    streams = {str(n.target): fact_of(n).memory for n in inputs}
-    return {name: stream for name, stream in streams.items() if stream is not None}
+def facts_of_inputs() -> dict[str, Fact]:
+    graph: Any = V.graph.module.graph  # type: ignore[union-attr]
+    return {str(node.target): fact_of(node) for node in graph.find_nodes(op="placeholder")}
+
+
+def streams_of_saved() -> set[int]:
+    """Return the side streams whose memory saved values of a backward may be."""
+    return {fact.memory for fact in facts_of_inputs().values() if fact.memory is not None}
 
 
 def eager_memory_of_results() -> dict[str, set[int]]:

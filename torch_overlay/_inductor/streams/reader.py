@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_view
-from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state, streams_of
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import (
@@ -51,7 +51,6 @@ from torch_overlay._inductor.streams.graph_facts import (
     exit_waits,
     private_streams,
     required,
-    saved_on_streams,
     stream_devices,
 )
 from torch_overlay._inductor.streams.parts import accesses, PartAccess, parts
@@ -207,7 +206,6 @@ class RegionReader:
         self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it lies in
         self.fresh: dict[str, None] = {}
-        self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
         returned = set(map(owner_of, _kept_outputs()))
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
@@ -215,17 +213,15 @@ class RegionReader:
         self.order_after = ScheduleNotes.of(scheduler).awaited_stores
         self.tokens = BoundaryTokens(scheduler, nodes, enclosed)
         self.foreign_reads: dict[int, set[ForeignRead]] = {}  # of operations of which passes kept them
-        self.loaded: set[str] = set()  # written by a copy stream, but allocated on the caller's stream
-        graph: Any = V.graph.module.graph
-        inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
-        self.saved_on = saved_on_streams()
-        self.owned = {name for name, fact in inputs.items() if fact.is_owned}
-        self.kept = {name for name, fact in inputs.items() if fact.is_computed}
 
     # -- names
 
     def storage(self, name: str) -> str:
         return self.scheduler.mutation_real_name.get(name, name)
+
+    def memory_of(self, names: Iterable[str]) -> set[str]:
+        """Return the buffers whose memory names of an operation's reads and writes stand for."""
+        return {owner_of(self.owners.get(name, name)) for name in names}
 
     def device_of(self, name: str) -> torch.device | None:
         buffer: Any = V.graph.try_get_buffer(name)
@@ -298,15 +294,8 @@ class RegionReader:
             after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
         # freed while another stream still read it; that read comes before the work that the user waited for.
-        # The caller holds memory during the call, or gets it, maybe by a view that a call returns of it.
-        touched = (reads | writes).union(map(owner_of, reads | writes))
-        if not self.enclosed and touched.isdisjoint(self.caller_memory | self.output_memory):
-            # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
-            self.inner.add(len(self.ops))
         if gpu and (foreign := self.tokens.foreign_reads(node)) is not None:
             self.foreign_reads[len(self.ops)] = foreign
-        if is_copy_stream(stream):
-            self.loaded.update(writes)
         order_after = frozenset(self.order_after.get(node, ()))
         requires = frozenset(required(node)) if blocking else frozenset()
         return Op(
