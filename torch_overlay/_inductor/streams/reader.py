@@ -343,21 +343,13 @@ class RegionReader:
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """Return the operation of a user's record, synchronisation or query, carried out on the host at this place."""
-        writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
-        requires = required(node)
-        after = self.tokens.of_node(node, "after") or set()
+        kind, after = overload._opname, self.tokens.of_node(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
-        kind = overload._opname
-        stream, blocking, waits, rerecords = HOST, False, False, None
-        if kind == "record_event":
-            rerecords = caller_event(arguments[0])
-            stream = self.tokens.number(arguments[1])
-        elif kind == "synchronize_stream":
-            stream, blocking = self.tokens.number(arguments[0]), True
-        elif kind in ("synchronize_event", "synchronize_device"):
-            waits = True
-            if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
-                after = set()  # it waits for one device only
+        is_on_stream = kind in ("record_event", "synchronize_stream")  # the last argument
+        stream = self.tokens.number(arguments[-1]) if is_on_stream else HOST
+        waits = kind in ("synchronize_event", "synchronize_device")
+        if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
+            after = set()  # it waits for one device only
         if self.enclosed:
             # The operations that the user ordered before this are in other regions, and all join the caller's stream.
             after = (
@@ -366,12 +358,12 @@ class RegionReader:
         return Op(
             kind,
             stream,
-            writes=writes,
+            writes=frozenset(self.storage(o.get_name()) for o in node.get_outputs()),
             after=frozenset(after) if stream != HOST or waits else frozenset(),
-            requires=frozenset(requires),
-            blocking=blocking,
+            requires=frozenset(required(node)),
+            blocking=kind == "synchronize_stream",
             waits=waits,
-            rerecords=rerecords,
+            rerecords=caller_event(arguments[0]) if kind == "record_event" else None,
         )
 
     def read(self) -> None:
