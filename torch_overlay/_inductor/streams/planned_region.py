@@ -156,7 +156,7 @@ def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
     such token, only what the caller does next can order it after the operation: all tokens are kept.
     """
     blocks = {view: b for b in buffers for view in (b.name, *b.views)}
-    callers = reader.caller_memory | reader.output_memory
+    callers = {*V.graph.graph_inputs, *V.graph.constants, *reader.output_memory}
     for i, op in enumerate(reader.ops):
         if not (op.promised_to and callers.isdisjoint(reader.memory_of(op.reads | op.writes))):
             continue

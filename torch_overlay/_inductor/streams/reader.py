@@ -206,7 +206,6 @@ class RegionReader:
         self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it lies in
         self.fresh: dict[str, None] = {}
-        self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
         returned = set(map(owner_of, _kept_outputs()))
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
@@ -220,7 +219,7 @@ class RegionReader:
         return self.scheduler.mutation_real_name.get(name, name)
 
     def memory_of(self, names: Iterable[str]) -> set[str]:
-        """Return the buffers whose memory names of an operation's reads and writes stand for."""
+        """Return the buffers in whose memory the names among an operation's reads and writes are."""
         return {owner_of(self.owners.get(name, name)) for name in names}
 
     def device_of(self, name: str) -> torch.device | None:
