@@ -15,8 +15,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import form
 from torch_overlay import config, frame_facts, version
-from torch_overlay._functorch.streams.facts import note_fact
-from torch_overlay._functorch.streams.placed import placement
+from torch_overlay._functorch.streams.facts import note_fact, placement
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.relaunch.rewrites.graph import current, Resident, Rewrite, Rewrites
 from torch_overlay.frame_facts import FrameFacts, ObjectInfo

@@ -11,7 +11,7 @@ the copied operations. So before Dynamo reads the graph, we write into it what t
   the end. At the beginning it waits only for the side streams whose memory holds saved values.
 - A saved value in a side stream's memory is recorded on the other streams that read it, because compiled autograd drops
   the value at its last use. (Generated code records the streams that read gradients:
-  `users_of_results` in `streams.saved_memory`.)
+  `users_of_results` in `streams.graph_facts`.)
 
 The same graph serves all calls of the same functions, so the actual streams are known only at each call. At each
 backward, autograd asks every node for its cache key, in the order in which the nodes run. There each function's table

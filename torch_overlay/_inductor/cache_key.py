@@ -17,7 +17,7 @@ import hashlib
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import frame_facts
-from torch_overlay._functorch.streams.placed import placement, stream_objects
+from torch_overlay._functorch.streams.facts import placement, stream_objects
 
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ class GraphNotes(Notes):
 
     # Partitions that get CUDA graphs, and operations that are split off; None if the graph isn't partitioned.
     partitions: Partitions | None = None
-    # For each result of a forward, the stream whose memory it is: `streams.saved_memory`.
+    # For each result of a forward, the stream whose memory it is: `streams.graph_facts`.
     owners: tuple[int | None, ...] = ()
     # Positions of inputs whose alignment the code of planned regions sees to, or doesn't need: `streams.alignment`.
     unchecked: frozenset[int] = frozenset()

@@ -18,7 +18,7 @@ the backward is ordered after, and what is ordered after the backward, follows f
   the value.
 - The memory of a saved value may be the writer's stream's. The backward drops what may be the last reference to it, so
   the plan treats the memory as belonging to that stream and to the caller's, unless the generated forward says whose it
-  is (`streams.saved_memory`).
+  is (`streams.graph_facts`).
 
 Note [Inputs that the forward writes to]
 An input that is written to when the forward has computed must not be saved: the backward would compute again from the

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
+import torch
+
 from torch_overlay._functorch.streams.fx import has_streams, node_stream, set_custom
 from torch_overlay._functorch.streams.tokens import CALLER, state
 
@@ -19,9 +21,10 @@ from torch_overlay._functorch.streams.tokens import CALLER, state
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch.fx import Graph, Node
+    from torch.fx import Graph, GraphModule, Node
 
     from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay.frame_facts import FrameFacts
 
 KEY = "stream_fact"  # in `custom`; as the stream, it belongs in the keys of compile caches
 
@@ -74,7 +77,7 @@ class Fact:
     - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of several.
       `is_given`: an operator was given that memory for its results, as by `out`.
     - `memory`: for a saved value, in the backward graph, the stream whose memory it may be. `is_owned`: it is that
-      stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.
+      stream's for sure (`streams.graph_facts`). `is_computed`: the forward computed it, so its memory is freed.
       `in_input`: it may lie in memory of the forward's inputs, which nobody copies or writes over.
     """
 
@@ -172,3 +175,43 @@ def merged(first: Fact, second: Fact) -> Fact:
 def is_placed_program(graph: Graph) -> bool:
     """True if `placement` has seen the graph, or if an operation in it runs on a stream of its own."""
     return has_streams(graph.nodes, lambda node: fact_of(node).exit_waits is not None)
+
+
+# For keys of caches: where the nodes of graphs are placed, and what numbers of streams stand for
+
+# (name of the graph module, position of the node, what its metadata says of streams), for each node with such metadata
+Placement = tuple[tuple[str, int, str], ...]
+
+
+def stream_notes(node: Node) -> str:
+    """Return the node's stream and the tokens of its boundary effects; empty if the program has no streams."""
+    custom = node.meta.get("custom") or {}
+    notes = {key: value for key, value in custom.items() if key.startswith("stream_")}
+    if custom.get("stream"):  # index 0 is the caller's stream, as is no index
+        notes["stream"] = custom["stream"]
+    return repr(sorted(notes.items())) if notes else ""
+
+
+def placement(gm: GraphModule) -> Placement:
+    """Return where the nodes of a graph, and of the graphs nested in it, are placed."""
+    found = []
+    for name, module in gm.named_modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for position, node in enumerate(module.graph.nodes):
+                if notes := stream_notes(node):
+                    found.append((name, position, notes))
+    return tuple(found)
+
+
+def stream_objects(frame: FrameFacts) -> tuple[object, ...]:
+    """Return what Dynamo knows of the streams and events of the frame, and of the streams that first read its inputs.
+    If the frame uses the caller's stream alone, return whether the program has other streams: that matters to a copy
+    that blocks the host.
+    """
+    objects = tuple(map(repr, frame.objects))
+    if len(objects) <= 1:
+        objects = ("streams",) * frame.program_has_streams
+    if not objects:
+        return ()
+    readers = sorted(frame.first_readers.items())
+    return (*objects, *readers, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed)

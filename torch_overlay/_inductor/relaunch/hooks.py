@@ -27,7 +27,7 @@ from torch_overlay._inductor.relaunch.policy import (
 )
 from torch_overlay._inductor.relaunch.rewrites.graph import move_numbers
 from torch_overlay._inductor.relaunch.rewrites.resident import is_wanted, residing, rewritten
-from torch_overlay._inductor.streams.saved_memory import settle_owners
+from torch_overlay._inductor.streams.graph_facts import settle_owners
 
 
 if TYPE_CHECKING:

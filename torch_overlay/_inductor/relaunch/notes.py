@@ -58,7 +58,7 @@ class CompiledNotes(NamedTuple):
     # Positions of the inputs that are numbers on which no size depends: of the code, then of each partition.
     numbers: tuple[tuple[int, ...], ...] = ((),)
     rewrites: Rewrites = Rewrites()  # of the FX graph, before it was compiled
-    owners: tuple[int | None, ...] = ()  # for each result, the stream whose memory it is: `streams.saved_memory`
+    owners: tuple[int | None, ...] = ()  # for each result, the stream whose memory it is: `streams.graph_facts`
     donated: tuple[int, ...] = ()  # positions of the inputs of a backward that it may write over
 
     def put(self, compiled: Any) -> None:

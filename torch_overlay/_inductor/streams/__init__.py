@@ -8,6 +8,6 @@ Begin with `planner`, which is pure: `plan` in, events out. In the order in whic
     reader, parts                             read the final schedule
     planned_region, codegen                   where regions begin and end; upstream's functions that ask
     emitter, switching, region_names          write the plan into the wrapper's lines
-    saved_memory                              note for the backward whose memory saved values are
+    graph_facts                               facts of the whole graph; for the backward, whose memory saved values are
     region_spec, runtime                      a region's boundary as data; what generated code calls
 """

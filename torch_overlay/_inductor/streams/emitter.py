@@ -32,10 +32,10 @@ from torch_overlay._inductor.graph_results import results_are_in_pool
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of, stream_operation
 from torch_overlay._inductor.streams.alignment import AlignedInputs
+from torch_overlay._inductor.streams.graph_facts import note_owners, users_of_results
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
 from torch_overlay._inductor.streams.region_names import record_stream_text, RegionNames, root_of
 from torch_overlay._inductor.streams.region_spec import OperationKind
-from torch_overlay._inductor.streams.saved_memory import note_owners, users_of_results
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 from torch_overlay._inductor.streams.switching import BeginRegion, EndRegion, OnStream, StreamLine
 from torch_overlay._inductor.user_lines import source_line

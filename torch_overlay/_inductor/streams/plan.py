@@ -115,18 +115,16 @@ class Plan:
     freed.
 
     `release[buffer]` is the operation after whose waits the buffer's own stream is ordered after every access;
-    `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their last
-    use. `unordered_at_exit` are the buffers whose stream is not even at the exit ordered after the accesses by other
-    streams, because the user never asked for that order: they are freed as eager frees them. `uses` are the operations
-    that touch a buffer. `known`: see `plan_streams`. `after_caller` are the streams that, at the exit, are ordered
-    after everything that the caller's stream is ordered after.
+    `len(ops)` means not before the exit of the region, where eager frees. Buffers that are not listed may be freed
+    right after their last use. `uses` are the operations that touch a buffer. `known`: see `plan_streams`.
+    `after_caller` are the streams that, at the exit, are ordered after everything that the caller's stream is ordered
+    after.
     """
 
     ops: tuple[Op, ...]
     events: tuple[Event, ...] = ()
     boundary_waits: tuple[BoundaryWait, ...] = ()
     release: Mapping[str, int] = field(default_factory=dict)
-    unordered_at_exit: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     uses: Mapping[str, frozenset[int]] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from torch._inductor.codegen.wrapper import AllocateLine, KernelCallLine
 from torch._inductor.virtualized import V
 
 from torch_overlay import frame_facts
-from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.facts import fact_of, NOTHING
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, events_of, state, streams_of
@@ -41,9 +41,10 @@ from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
     exit_waits,
+    facts_of_inputs,
     private_streams,
-    saved_on_streams,
     stream_devices,
+    streams_of_saved,
 )
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
 from torch_overlay._inductor.streams.plan import Buffer, HOST
@@ -80,7 +81,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
         views[owner].add(view)
     users: dict[str, list[int]] = defaultdict(list)  # those of which it is known what they read in eager
     for i in reader.foreign_reads:
-        for name in {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads | reader.ops[i].writes}:
+        for name in reader.memory_of(reader.ops[i].reads | reader.ops[i].writes):
             users[name].append(i)
 
     def add(name: str, stream: int, settles: bool, **fields: Any) -> None:
@@ -92,7 +93,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
         streams = [s for s in reader.writer_streams.get(name, ()) if s != HOST]
         if streams:
             shared = _callers_stream(reader.device_of(name))
-            is_of_one = len(set(streams)) == 1 and name not in reader.loaded
+            is_of_one = len(set(streams)) == 1 and not is_copy_stream(streams[0])
             stream = streams[0] if is_of_one else reader.allocated_on.get(name, shared)
             known = results.get(name, set())
             if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
@@ -103,14 +104,14 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
     # Buffers that another region allocated on a side stream, unless a graph was launched for that region.
     memory = ScheduleNotes.of(reader.scheduler).memory or {}
     elsewhere = {name: stream for name, stream in memory.items() if callers_device(stream) is None}
-    touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
+    touched, inputs = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}, facts_of_inputs()
     for name in sorted(touched - local):
         device = reader.device_of(name)
         if is_gpu(device):
-            saved_on = reader.saved_on.get(name, elsewhere.get(name))
-            is_owned = saved_on is not None and name in reader.owned
-            stream = saved_on if is_owned else _callers_stream(device)
-            size = _size_of(name) if name in reader.kept else 0
+            fact = inputs.get(name, NOTHING)
+            saved_on = elsewhere.get(name) if fact.memory is None else fact.memory
+            stream = saved_on if saved_on is not None and fact.is_owned else _callers_stream(device)
+            size = _size_of(name) if fact.is_computed else 0
             add(name, stream, saved_on is not None, fresh=False, saved_on=saved_on, size=size)
     return found
 
@@ -143,20 +144,22 @@ def _reads_as_eager(reader: RegionReader, i: int, stream: int, leaves: bool) -> 
     lives = [read.life for read in reader.foreign_reads[i] if read.stream == stream]
     if leaves or "kept" not in lives:
         return bool(lives) and "other" not in lives
-    reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads}
+    reads = reader.memory_of(reader.ops[i].reads)
     kept = sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
     return "other" not in lives and lives.count("kept") <= kept
 
 
 def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
     """Drop the tokens in `promised_to` that nobody needs: a stream, or the host after a copy, need not be ordered after
-    an operation that touched neither the caller's memory nor a block of that stream. If the stream of one of the
-    operation's blocks has no such token, only what the caller does next can order it after the operation: all tokens
-    are kept.
+    an operation that touched neither the caller's memory nor a block of that stream. The caller holds memory during the
+    call, or gets it, maybe by a view that a call returns of it. If the stream of one of the operation's blocks has no
+    such token, only what the caller does next can order it after the operation: all tokens are kept.
     """
     blocks = {view: b for b in buffers for view in (b.name, *b.views)}
-    for i in reader.inner:
-        op = reader.ops[i]
+    callers = {*V.graph.graph_inputs, *V.graph.constants, *reader.output_memory}
+    for i, op in enumerate(reader.ops):
+        if not (op.promised_to and callers.isdisjoint(reader.memory_of(op.reads | op.writes))):
+            continue
         touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
         if any(b.stream != op.stream and not b.settles and state(b.stream) not in op.promised_to for b in touched):
             continue
@@ -187,7 +190,7 @@ def needs_plan(scheduler: Scheduler) -> bool:
     notes = ScheduleNotes.of(scheduler)
     known = notes.needs_plan
     if known is None:
-        known = bool(exit_waits() or saved_on_streams())
+        known = bool(exit_waits() or streams_of_saved())
         known = known or any(user_stream(scheduler, n) or stream_operation(n) is not None for n in scheduler.nodes)
         known = known or any(fact_of(origin).has_tokens for n in scheduler.nodes for origin in fx_origins(n))
         if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
@@ -206,7 +209,8 @@ def plan_region(
     reader = RegionReader(scheduler, nodes, enclosed)
     reader.read()
     buffers = read_buffers(reader)
-    drop_inner_promises(reader, buffers)
+    if not enclosed:
+        drop_inner_promises(reader, buffers)
     plan = plan_streams(reader.ops, buffers, reader.promised(), known)
     tokens = reader.tokens
     concerned = tokens.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))
@@ -336,7 +340,7 @@ def _outside(scheduler: Scheduler) -> tuple[list[int], list[int], list[int]]:
     gradients passed through them.
     """
     streams: set[int] = set()
-    left = {*saved_on_streams().values()}
+    left = streams_of_saved()
     events: set[int] = set()
     for node in scheduler.nodes:
         streams.add(user_stream(scheduler, node))

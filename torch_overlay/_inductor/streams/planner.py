@@ -270,13 +270,11 @@ class _Planner:
     def uses(self, buffer: Buffer) -> set[int]:
         return {i for part in self.parts((buffer.name, *buffer.views)) for i in self.touched[part]}
 
-    def releases(self) -> tuple[dict[str, int], frozenset[str]]:
+    def releases(self) -> dict[str, int]:
         """Return, for each buffer, the first operation, if it comes after the last use, at which the buffer's streams
-        are ordered after the accesses of other streams: the buffer is freed no earlier. Return also the buffers of
-        which a stream is not ordered so even at the exit.
+        are ordered after the accesses of other streams: the buffer is freed no earlier.
         """
         release: dict[str, int] = {}
-        unordered: set[str] = set()
         for buffer in self.buffers:
             uses = self.uses(buffer)
             for owner in {buffer.stream} if buffer.saved_on is None else {buffer.stream, buffer.saved_on}:
@@ -287,9 +285,7 @@ class _Planner:
                 position = next((i for i in own if self.at[i].covers_all(foreign)), len(self.ops))
                 if position > max(uses):
                     release[buffer.name] = max(release.get(buffer.name, ENTRY), position)
-                if owner not in self.clocks or not self.clocks[owner].covers_all(foreign):
-                    unordered.add(buffer.name)
-        return release, frozenset(unordered)
+        return release
 
     def after_caller(self) -> frozenset[int]:
         caller, host = self.clock(CALLER), self.clock(HOST)
@@ -310,7 +306,6 @@ class _Planner:
             else:
                 self.launch(here, op)
         self.leave(promised)
-        release, unordered = self.releases()
         events = tuple(
             Event(index, after, stream, tuple(waits))
             for index, ((after, stream), waits) in enumerate(sorted(self.waits.items(), key=lambda item: item[0]))
@@ -319,8 +314,7 @@ class _Planner:
             self.ops,
             events,
             tuple(self.boundary_waits),
-            release,
-            unordered,
+            self.releases(),
             memory={b.name: b.stream for b in self.buffers},
             buffers=self.buffers,
             uses={b.name: frozenset(self.uses(b)) for b in self.buffers},

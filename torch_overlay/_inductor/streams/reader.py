@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay import frame_facts
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_view
-from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state, streams_of
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import (
@@ -51,7 +51,6 @@ from torch_overlay._inductor.streams.graph_facts import (
     exit_waits,
     private_streams,
     required,
-    saved_on_streams,
     stream_devices,
 )
 from torch_overlay._inductor.streams.parts import accesses, PartAccess, parts
@@ -207,25 +206,21 @@ class RegionReader:
         self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it lies in
         self.fresh: dict[str, None] = {}
-        self.inner: set[int] = set()  # operations that touch no memory of the caller
-        self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
         returned = set(map(owner_of, _kept_outputs()))
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.order_after = ScheduleNotes.of(scheduler).awaited_stores
         self.tokens = BoundaryTokens(scheduler, nodes, enclosed)
         self.foreign_reads: dict[int, set[ForeignRead]] = {}  # of operations of which passes kept them
-        self.loaded: set[str] = set()  # written by a copy stream, but allocated on the caller's stream
-        graph: Any = V.graph.module.graph
-        inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
-        self.saved_on = saved_on_streams()
-        self.owned = {name for name, fact in inputs.items() if fact.is_owned}
-        self.kept = {name for name, fact in inputs.items() if fact.is_computed}
 
     # -- names
 
     def storage(self, name: str) -> str:
         return self.scheduler.mutation_real_name.get(name, name)
+
+    def memory_of(self, names: Iterable[str]) -> set[str]:
+        """Return the buffers in whose memory the names among an operation's reads and writes are."""
+        return {owner_of(self.owners.get(name, name)) for name in names}
 
     def device_of(self, name: str) -> torch.device | None:
         buffer: Any = V.graph.try_get_buffer(name)
@@ -298,15 +293,8 @@ class RegionReader:
             after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
         # freed while another stream still read it; that read comes before the work that the user waited for.
-        # The caller holds memory during the call, or gets it, maybe by a view that a call returns of it.
-        touched = (reads | writes).union(map(owner_of, reads | writes))
-        if not self.enclosed and touched.isdisjoint(self.caller_memory | self.output_memory):
-            # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
-            self.inner.add(len(self.ops))
         if gpu and (foreign := self.tokens.foreign_reads(node)) is not None:
             self.foreign_reads[len(self.ops)] = foreign
-        if is_copy_stream(stream):
-            self.loaded.update(writes)
         order_after = frozenset(self.order_after.get(node, ()))
         requires = frozenset(required(node)) if blocking else frozenset()
         return Op(
@@ -354,21 +342,13 @@ class RegionReader:
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """Return the operation of a user's record, synchronisation or query, carried out on the host at this place."""
-        writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
-        requires = required(node)
-        after = self.tokens.of_node(node, "after") or set()
+        kind, after = overload._opname, self.tokens.of_node(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
-        kind = overload._opname
-        stream, blocking, waits, rerecords = HOST, False, False, None
-        if kind == "record_event":
-            rerecords = caller_event(arguments[0])
-            stream = self.tokens.number(arguments[1])
-        elif kind == "synchronize_stream":
-            stream, blocking = self.tokens.number(arguments[0]), True
-        elif kind in ("synchronize_event", "synchronize_device"):
-            waits = True
-            if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
-                after = set()  # it waits for one device only
+        is_on_stream = kind in ("record_event", "synchronize_stream")  # the last argument
+        stream = self.tokens.number(arguments[-1]) if is_on_stream else HOST
+        waits = kind in ("synchronize_event", "synchronize_device")
+        if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
+            after = set()  # it waits for one device only
         if self.enclosed:
             # The operations that the user ordered before this are in other regions, and all join the caller's stream.
             after = (
@@ -377,12 +357,12 @@ class RegionReader:
         return Op(
             kind,
             stream,
-            writes=writes,
+            writes=frozenset(self.storage(o.get_name()) for o in node.get_outputs()),
             after=frozenset(after) if stream != HOST or waits else frozenset(),
-            requires=frozenset(requires),
-            blocking=blocking,
+            requires=frozenset(required(node)),
+            blocking=kind == "synchronize_stream",
             waits=waits,
-            rerecords=rerecords,
+            rerecords=caller_event(arguments[0]) if kind == "record_event" else None,
         )
 
     def read(self) -> None:

@@ -15,9 +15,16 @@ from stand_ins.schedules import NumberedCase
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.ops import NVTX, range_pop, range_push
 from torch_overlay._functorch.streams.epilogue import view_streams
-from torch_overlay._functorch.streams.facts import ExitWait, fact_of, ForeignRead, is_placed_program, note_fact, NOTHING
+from torch_overlay._functorch.streams.facts import (
+    ExitWait,
+    fact_of,
+    ForeignRead,
+    is_placed_program,
+    note_fact,
+    NOTHING,
+    placement,
+)
 from torch_overlay._functorch.streams.fx import node_stream, place_on
-from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._functorch.streams.placement import place_streams, promise_parts, wait_for_parts
 from torch_overlay._functorch.streams.program import Program
 from torch_overlay._functorch.streams.tokens import blocking_copy, CALLER, caller_event, record, state, synchronization

@@ -17,7 +17,6 @@ from torch_overlay import frame_facts
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import ExitWait, ForeignRead, note_fact, ResultMemory
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import copy_in_stream
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 from torch_overlay._inductor.notes import ScheduleNotes
 from torch_overlay._inductor.scheduler_nodes import fx_origins
@@ -60,16 +59,7 @@ class TestLaunches(ReaderTestCase):
         self.assertEqual(reader.ops, [op("op0", 2, "x0", "buf0", **tokens)])
         self.assertEqual(reader.devices, {0: 0})
         self.assertEqual(reader.writer_streams, {"buf0": [2]})
-        self.assertEqual((reader.inner, reader.output_memory), (set(), {"buf0"}))
-
-    def test_operation_that_touches_no_memory_of_the_caller(self):
-        first = self.product(stream=1)
-        second = self.call(aten.mm.default, first, first, stream=1)
-        third = self.call(aten.mm.default, second, second)
-        reader = self.read(third)
-        reads = [set(o.reads) for o in reader.ops]
-        self.assertEqual(reads, [{"x0"}, {"buf0"}, {"buf1"}])
-        self.assertEqual(reader.inner, {1})
+        self.assertEqual(reader.output_memory, {"buf0"})
 
     def test_current_stream_of_another_device(self):
         x = self.program.input(4, device="cuda:1")
@@ -115,14 +105,10 @@ class TestLaunches(ReaderTestCase):
         note_fact(copy, requires=C0)
         self.assertEqual(self.read(copy).left_after, {1: {CALLER}})
 
-    def test_results_and_inputs(self):
-        """A result that the caller doesn't get is not in memory that leaves."""
+    def test_result_that_the_caller_does_not_get(self):
+        """It is not in memory that leaves."""
         dropped, kept = self.product(is_dropped=True), self.product(3)
-        for name, fact in (("is_owned", 0), ("is_computed", 1)):
-            note_fact(list(self.program.graph.nodes)[2 * fact], **{name: True})
-        reader = self.read(dropped, kept)
-        self.assertEqual(reader.output_memory, {"buf1"})
-        self.assertEqual((reader.owned, reader.kept), ({"x0"}, {"x1"}))
+        self.assertEqual(self.read(dropped, kept).output_memory, {"buf1"})
         self.program = Program()
         dropped = self.product(is_dropped=True)
         self.assertEqual(self.read(dropped, dropped).output_memory, {"buf0"})
@@ -141,10 +127,6 @@ class TestLaunches(ReaderTestCase):
         )
         reader = self.read(self.product(reads=reads), self.product(3))
         self.assertEqual(reader.foreign_reads, {0: {*reads}})
-
-    def test_memory_that_a_copy_stream_fills(self):
-        node = self.product(stream=copy_in_stream(0))
-        self.assertEqual(self.read(node).loaded, {"buf0"})
 
 
 class TestHost(ReaderTestCase):
@@ -458,7 +440,7 @@ class TestGraphFacts(SchedulesTestCase):
         inputs = [self.program.input(4) for _ in range(3)]
         note_fact(inputs[1], memory=2)
         with self.program.scheduled(*inputs):
-            self.assertEqual(graph_facts.saved_on_streams(), {"x1": 2})
+            self.assertEqual(graph_facts.streams_of_saved(), {2})
 
     def memory_of_results(self, **options):
         x, host = self.program.input(4), self.program.input(4, device="cpu")

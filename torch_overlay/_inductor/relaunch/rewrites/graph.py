@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
+from torch_overlay._functorch.streams.facts import placement
 from torch_overlay._functorch.streams.ids import written_index
-from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._inductor.user_lines import source_line, trace_near
 from torch_overlay.thread_value import ThreadValue
 
