@@ -73,8 +73,8 @@ _streams = torch.ops.streams
 
 
 def promise_parts(output: Node) -> list[tuple[Node, Node]]:
-    """Add the promises of the original operations to each result that holds only elements which an update in place left
-    alone. Return the results that the host must wait for instead, and their updates.
+    """Add the promises of the original operations to each result that holds, or may hold, only elements which an update
+    in place left alone. Return the results that the host must wait for instead, and their updates.
 
     The update makes new memory, and the update's stream fills all of it. Whoever had waited for the operations that
     computed the other elements may read the result. So a record that comes before the update is ordered after it, if no

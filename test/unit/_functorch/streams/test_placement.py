@@ -174,9 +174,10 @@ class TestForward(PlacementCase):
 
     def updated(self, base):
         """New values of the first half, on stream 1: those, the whole, and the other half."""
-        part = self.relu(self.x, stream=1, val=torch.empty(2, device="meta"))
+        half = torch.empty(2, device="meta")
+        part = self.relu(self.x, stream=1, val=half)
         new = self.call(aten.slice_scatter.default, base, part, 0, 0, 2, stream=1)
-        return part, new, self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1)
+        return part, new, self.call(aten.slice.Tensor, new, 0, 2, 4, stream=1, val=half)
 
     def test_elements_that_an_update_left_alone(self):
         made = self.relu(self.x)
