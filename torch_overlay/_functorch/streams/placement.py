@@ -94,9 +94,9 @@ def promise_parts(output: Node) -> list[tuple[Node, Node]]:
         if root in made or any(node.op != "call_function" or is_backward(node) for node in nodes):
             continue
         tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in nodes]
-        both = set.union if None in made else set.intersection
+        combined = set.union if None in made else set.intersection
         # The compiler decides where a blocking copy stands.
-        known = {t for t in both(*tokens) if not t.is_blocking_copy}
+        known = {t for t in combined(*tokens) if not t.is_blocking_copy}
         late = {
             t
             for t in known
