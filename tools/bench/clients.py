@@ -56,7 +56,7 @@ from models import Process, serve  # noqa: E402  # pyrefly: ignore[missing-impor
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -449,21 +449,11 @@ def failed(sides: Mapping[str, Answer]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     from client_rows import ROWS  # pyrefly: ignore[missing-import]
 
-    def some(of: Iterable[str]) -> Callable[[str], list[str]]:
-        def names(text: str) -> list[str]:
-            chosen = [name.strip() for name in text.split(",")]
-            if unknown := set(chosen) - set(of):
-                raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}: choose from {', '.join(of)}")
-            return chosen
-
-        return names
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
-    parser.add_argument("--rows", type=some(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument(
-        "--sides", type=some([*SIDES, CODE]), default=list(SIDES), help=f"of {', '.join([*SIDES, CODE])}"
-    )
+    parser.add_argument("--rows", type=records.names(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    known = [*SIDES, CODE]
+    parser.add_argument("--sides", type=records.names(known), default=list(SIDES), help=f"of {', '.join(known)}")
     parser.add_argument("--steps", type=records.positive, default=96, help="steps of a turn")
     parser.add_argument("--rounds", type=records.positive, default=1, help="rounds, each of new processes")
     parser.add_argument("--turns", type=records.positive, default=1, help="pairs of turns of a side in a round")

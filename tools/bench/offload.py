@@ -381,7 +381,9 @@ def main() -> int:
     rows, modes = ("llama", "gpt2"), ("default", "reduce-overhead")
     parser.add_argument("--rows", type=records.names(rows), default=rows, help="of llama, gpt2")
     parser.add_argument("--modes", type=records.names(modes), default=modes, help="of default, reduce-overhead")
-    parser.add_argument("--oom", type=records.names(rows), default=rows[:1], help="rows with too little memory, too")
+    parser.add_argument(
+        "--oom", type=records.names(rows, least=0), default=rows[:1], help="rows with too little memory, too"
+    )
     parser.add_argument("--turns", type=records.positive, default=2)
     parser.add_argument("--steps", type=records.positive, default=2, help="measured steps a turn")
     parser.add_argument("--layers", type=records.positive, help="fewer layers, to try the benchmark out")

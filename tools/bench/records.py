@@ -96,13 +96,13 @@ def seconds(text: str) -> float:
     return value
 
 
-def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argument of a command line that is some of the known names, separated by commas."""
+def names(known: Iterable[str], least: int = 1) -> Callable[[str], list[str]]:
+    """An argument of a command line that is at least so many of the known names, separated by commas."""
 
     def parse(text: str) -> list[str]:
         chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-        if unknown := [name for name in chosen if name not in known]:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}: choose from {', '.join(known)}")
+        if (unknown := [name for name in chosen if name not in known]) or len(chosen) < least:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown) or 'name'}: choose from {', '.join(known)}")
         return chosen
 
     return parse

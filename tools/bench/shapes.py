@@ -285,8 +285,8 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES))
+    parser.add_argument("--rows", type=records.names(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--sides", type=records.names(SIDES), default=list(SIDES))
     parser.add_argument("--jobs", type=records.positive, default=14, help="processes that compile together")
     parser.add_argument("--limit", type=records.seconds, default=3600.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
@@ -294,9 +294,6 @@ def main() -> int:
     args = parser.parse_args()
     if args.serve:
         serve(lambda: _Served(*args.serve))
-    for what, chosen, known in (("row", args.rows, ROWS), ("side", args.sides, SIDES)):
-        if unknown := set(chosen) - set(known):
-            parser.error(f"no {what} {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     about = streams.describe()
     with contextlib.ExitStack() as stack:
         file = None
