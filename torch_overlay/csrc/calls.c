@@ -740,12 +740,14 @@ long modes_of_calls(PyObject *calls) {
     return modes;
 }
 
+static int is_entry(PyObject *found) { return found && Py_TYPE(found) == entry_type; }
+
 /* Finds what is known of a key, and notes the call. Returns 1 if it may be captured. `site`: that of the first call
    with the key, which is this one if the key is new. */
 static int look_up(Calls *self, PyObject *key, PyObject **found, long *site) {
     int leads = self->leads[*site];
     *found = Py_XNewRef(PyDict_GetItemWithError(self->entries, key));
-    if (*found && Py_TYPE(*found) == entry_type) {
+    if (is_entry(*found)) {
         self->leads[((Entry *)*found)->site] = 1;
         return 0;
     }
@@ -767,7 +769,7 @@ PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject 
     Py_ssize_t operands;
     PyObject *key, *found, *result = NULL;
     Key made;
-    int is_entry, is_known;
+    int is_known;
     long first = (long)((uintptr_t)site / sizeof site % REMEMBERED);
     if (!make_key(&made, self->kind, modes, function, names, arguments, count, operand, &operands)) return NULL;
     if (!(key = PyBytes_FromStringAndSize((const char *)made.bytes, (Py_ssize_t)made.used))) return NULL;
@@ -776,11 +778,10 @@ PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject 
             self->pause--;
         } else if (self->captured < START + self->launched / PAYS) {
             Py_SETREF(found, make_entry(self, function, names, arguments, count, operand, operands));
-            is_entry = found && Py_TYPE(found) == entry_type;
             /* a first call, whose site doesn't lead now, may fail for what it would load */
-            is_known = is_entry || (found && found != Py_True && self->leads[first]);
+            is_known = is_entry(found) || (found && found != Py_True && self->leads[first]);
             if (found == Py_True) self->pause = PAUSE;
-            if (is_entry)
+            if (is_entry(found))
                 ((Entry *)found)->site = first;
             else
                 self->leads[first] = 0;
@@ -788,8 +789,7 @@ PyObject *launch_call(PyObject *calls, long modes, PyObject *function, PyObject 
         }
     }
     Py_DECREF(key);
-    if (found && Py_TYPE(found) == entry_type)
-        result = launch_entry(self, (const Entry *)found, arguments, operand, operands, stream);
+    if (is_entry(found)) result = launch_entry(self, (const Entry *)found, arguments, operand, operands, stream);
     Py_XDECREF(found);
     return result;
 }
